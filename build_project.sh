@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Make the patched frameworks and ascend_rl importable, everywhere, also in Ray workers.
+#
+# Usage:    bash build_project.sh --target cpu|npu
+# Example:  bash build_project.sh --target cpu
+# Hardware: cpu: any Linux with Python 3.11; npu: the Ascend image.
+# Duration: cpu: 1-3 minutes the first time (about 3 GB of packages), seconds when nothing changed.
+#
+#   cpu  makes .venv from requirements-cpu.txt. Variables:
+#          PYTHON           the Python 3.11 to build it with (default: python3)
+#          TORCH_INDEX_URL  take torch from this package index instead, e.g. one with CPU-only wheels (5 GB less)
+#   npu  uses the Python of the image (PYTHON, default: python3) and installs nothing into it but a .pth file.
+#
+# Downloads and patches the frameworks first if need be. Ends by importing each of them from frameworks/.
+. "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
+
+TARGET=
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --target) TARGET="${2:-}"; shift 2 || die "--target needs a value: cpu or npu" ;;
+    -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) die "unknown argument '$1'; see: bash build_project.sh -h" ;;
+    esac
+done
+case "$TARGET" in cpu | npu) ;; *) die "say what to build for: --target cpu or --target npu" ;; esac
+
+cd "$ROOT"
+PYTHON="${PYTHON:-python3}"
+
+# Debian packages, where we may install them.
+missing=()
+command -v git >/dev/null 2>&1 || missing+=(git)
+if [ "$TARGET" = cpu ]; then
+    command -v "$PYTHON" >/dev/null 2>&1 || missing+=(python3)
+    "$PYTHON" -c 'import ensurepip, venv' >/dev/null 2>&1 || missing+=(python3-venv)
+    # Only for tests/test_launcher.py, which needs root too.
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && ! command -v ip >/dev/null 2>&1; then
+        missing+=(iproute2)
+    fi
+fi
+if [ ${#missing[@]} -gt 0 ]; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+        run apt-get update -qq
+        run apt-get install -y -qq "${missing[@]}"
+    else
+        die "missing: ${missing[*]}; install them first, e.g.: sudo apt-get install ${missing[*]}"
+    fi
+fi
+wanted="$("$PYTHON" patches/sources.py get "$TARGET" python 2>/dev/null || echo 3.11)"
+"$PYTHON" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$wanted')" ||
+    die "$PYTHON is $("$PYTHON" -V 2>&1), but the pinned wheels are for Python $wanted; set PYTHON=/path/to/python$wanted"
+
+if [ "$TARGET" = cpu ]; then
+    VENV_PYTHON="$ROOT/.venv/bin/python"
+    stamp="$(sha256sum requirements-cpu.txt | cut -d' ' -f1) ${TORCH_INDEX_URL:-}"
+    if [ ! -x "$VENV_PYTHON" ] || [ "$(cat .venv/.requirements 2>/dev/null)" != "$stamp" ]; then
+        log "building .venv (about 3 GB to download the first time)"
+        "$VENV_PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv --clear .venv
+        "$VENV_PYTHON" -m pip install -q "$(grep '^uv==' requirements-cpu.txt)"
+        requirements="requirements-cpu.txt"
+        if [ -n "${TORCH_INDEX_URL:-}" ]; then
+            mapfile -t torch < <(grep -E '^torch(vision)?==' requirements-cpu.txt)
+            .venv/bin/uv pip install --python "$VENV_PYTHON" --index-url "$TORCH_INDEX_URL" "${torch[@]}"
+            requirements=.venv/requirements-without-torch.txt
+            grep -vE '^(torch|torchvision|triton|nvidia-[a-z0-9-]+)==' requirements-cpu.txt >"$requirements"
+        fi
+        .venv/bin/uv pip install --python "$VENV_PYTHON" -r "$requirements"
+        echo "$stamp" >.venv/.requirements
+    fi
+    PYTHON="$VENV_PYTHON"
+fi
+
+bash download_frameworks_source_code.sh
+bash apply_all_patches.sh
+run "$PYTHON" patches/install.py --target "$TARGET"
