@@ -1,0 +1,53 @@
+# shellcheck shell=bash
+# Sourced by every script here: messages, checks, and the Python to use.
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+die() {
+    echo "ERROR: $*" >&2
+    exit 1
+}
+
+log() {
+    echo "[$(date +%H:%M:%S)] $*" >&2
+}
+
+# need COMMAND WHAT_TO_DO: stop early when a command is missing.
+need() {
+    command -v "$1" >/dev/null 2>&1 || die "'$1' is not installed; $2"
+}
+
+# run COMMAND...: show a command, then run it.
+run() {
+    log "+ $*"
+    "$@"
+}
+
+# usage SCRIPT: print the comment header of a script (its help).
+usage() {
+    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$1"
+}
+
+# importable MODULE...: whether Python finds all of them; it imports none.
+importable() {
+    python -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' "$@"
+}
+
+# The environment that build_project.sh made, or the Python of the Ascend image.
+use_python() {
+    if [ -x "$ROOT/.venv/bin/python" ]; then
+        export PATH="$ROOT/.venv/bin:$PATH"
+    fi
+    need python "run: bash build_project.sh --target cpu (or npu, in the Ascend image)"
+    importable ascend_rl verl ||
+        die "the patched frameworks cannot be imported; run: bash build_project.sh --target cpu (or npu)"
+}
+
+# train MODULE ARGS...: end the script as `python -m MODULE ARGS...`. With DRY_RUN=1 only print what would run, as
+# JSON {"module", "args", "env"}: preflight and tests read it.
+train() {
+    [ "${DRY_RUN:-0}" != 1 ] || exec python3 -c \
+        'import json, os, sys; print(json.dumps({"module": sys.argv[1], "args": sys.argv[2:], "env": dict(os.environ)}))' "$@"
+    exec python -m "$@"
+}

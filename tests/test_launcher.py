@@ -1,0 +1,361 @@
+"""ray_start_npu.sh on several hosts, with real Ray and with faults.
+
+The hosts are network namespaces on one bridge, each with its own addresses and TMPDIR. They share the process
+table, so that a launcher that stopped what is not its own would be seen. TRAIN_SCRIPT is a few lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+TOKEN = "0123456789abcdef0123456789abcdef"
+NAME = os.uname().nodename
+# Each NPU is asked where it is; every node must be among the answers, with its variables.
+USE_ALL_NPUS = """
+import os, ray, sys
+ray.init(log_to_driver=False)
+@ray.remote(num_cpus=0, resources={"NPU": 1}, scheduling_strategy="SPREAD")
+class Worker:
+    def where(self):
+        return ray.util.get_node_ip_address(), os.environ["OF_THE_NODE"], os.environ.get("GLOO_SOCKET_IFNAME")
+workers = [Worker.remote() for _ in range(int(os.environ["NNODES"]) * int(os.environ["NPUS_PER_NODE"]))]
+print("NPUS", sorted(ray.get([worker.where.remote() for worker in workers])), flush=True)
+"""
+
+
+def sh(command: str, **how) -> subprocess.CompletedProcess:
+    return subprocess.run(command.split(), check=True, capture_output=True, text=True, **how)
+
+
+def netns_problem() -> str:
+    """Why hosts cannot be made here; "" if they can."""
+    if not shutil.which("ip"):
+        return "iproute2 is not installed; build_project.sh installs it as root"
+    name = f"probe-{uuid.uuid4().hex[:8]}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return made.stderr.strip()
+
+
+class Launch:
+    """One launcher: its process, and what the user saw."""
+
+    def __init__(self, process: subprocess.Popen, console: Path):
+        self.process, self.console = process, console
+
+    def text(self) -> str:
+        return self.console.read_text()
+
+    def until(self, wanted: str, seconds: float = 120) -> str:
+        end = time.monotonic() + seconds
+        while wanted not in self.text():
+            assert self.process.poll() is None and time.monotonic() < end, f"no {wanted!r} in:\n{self.text()}"
+            time.sleep(0.05)
+        return self.text()
+
+    def end(self, seconds: float = 120) -> tuple[int, str]:
+        try:
+            return self.process.wait(seconds), self.text()
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running:\n{self.text()}") from None
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+
+class Hosts:
+    """A bridge with a few hosts; host i has 10.77.N.i and fdNN::i."""
+
+    numbers = itertools.count(os.getpid() % 200)
+
+    def __init__(self, root: Path, directory: Path, count: int):
+        self.root, self.directory, self.count = root, directory, count
+        number = next(self.numbers) % 250
+        self.net, self.net6 = f"10.77.{number}", f"fd77:{number}:"
+        self.tag = f"h{uuid.uuid4().hex[:5]}"
+        self.mark = f"TEST_HOSTS={self.tag}"
+        self.tmp = Path(tempfile.mkdtemp(prefix=f"{self.tag}-"))  # short, for Ray's sockets
+        self.launches: list[Launch] = []
+        sh(f"ip link add {self.tag}b type bridge")
+        sh(f"ip link set {self.tag}b up")
+        for i in range(1, count + 1):
+            (self.tmp / str(i)).mkdir()
+            inside = f"{self.tag}-{i}"
+            sh(f"ip netns add {inside}")
+            sh(f"ip link add {self.tag}v{i} type veth peer name eth0 netns {inside}")
+            sh(f"ip link set {self.tag}v{i} master {self.tag}b up")
+            sh(f"ip -n {inside} link set lo up")
+            sh(f"ip -n {inside} addr add {self.address(i)}/24 dev eth0")
+            sh(f"ip -n {inside} addr add {self.address(i, 6)}/64 dev eth0 nodad")
+            sh(f"ip -n {inside} link set eth0 up")
+
+    def address(self, host: int, version: int = 4) -> str:
+        return f"{self.net}.{host}" if version == 4 else f"{self.net6}:{host}"
+
+    def inside(self, host: int, *command: str, console: Path | None = None, **variables):
+        """Start a command on a host."""
+        dropped = ("GLOO_SOCKET_IFNAME", "VLLM_HOST_IP", "PROGRESS")  # tests/conftest.py sets the first two
+        environment = {name: value for name, value in os.environ.items() if name not in dropped}
+        environment |= {"TMPDIR": str(self.tmp / str(host)), "TEST_HOSTS": self.tag, "OF_THE_NODE": str(host),
+                        "OUTPUT_DIR": str(self.directory / "out"), "LOG_DIR": str(self.directory / "logs"),
+                        "CLUSTER_TOKEN": TOKEN, "SKIP_PREFLIGHT": "1", "RAY_NUM_CPUS": "0",
+                        "RAY_OBJECT_STORE": "80000000",
+                        "LOST_DEADLINE_S": "8", "NODES_DEADLINE_S": "120", "RAY_DEADLINE_S": "120"}
+        environment |= {name: str(value) for name, value in variables.items()}
+        with console.open("w") if console else contextlib.nullcontext(subprocess.PIPE) as out:
+            return subprocess.Popen(["ip", "netns", "exec", f"{self.tag}-{host}", *command], cwd=self.root,
+                                    env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
+
+    def launch(self, host: int, script: str = "", *flags: str, **variables) -> Launch:
+        """ray_start_npu.sh on a host; MASTER_ADDR is host 1 unless given."""
+        path = self.directory / f"train_{len(self.launches)}.sh"
+        path.write_text(f"set -eu\n{script}\n")
+        console = self.directory / f"console-{len(self.launches)}-host-{host}"
+        variables = {"MASTER_ADDR": self.address(1), "NNODES": 2} | variables
+        command = ("bash", "ray_start_npu.sh", *flags, str(path))
+        process = self.inside(host, *command, console=console, **variables)
+        self.launches.append(Launch(process, console))
+        return self.launches[-1]
+
+    def run(self, host: int, *command: str, **variables) -> tuple[int, str]:
+        process = self.inside(host, *command, **variables)
+        text = process.communicate(timeout=120)[0]
+        return process.returncode, text
+
+    def processes(self, host: int | None = None) -> dict[int, str]:
+        """What runs on one host or all: pid -> name."""
+        hosts = range(1, self.count + 1) if host is None else [host]
+        pids = [pid for i in hosts for pid in sh(f"ip netns pids {self.tag}-{i}").stdout.split()]
+        found = {}
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                found[int(pid)] = Path(f"/proc/{pid}/comm").read_text().strip()
+        return found
+
+    def close(self) -> None:
+        """Everything must be gone already; what is not is ended all the same."""
+        left = self.processes()
+        files = [path for i in range(1, self.count + 1) for path in (self.tmp / str(i)).iterdir()]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for launch in self.launches:
+            launch.process.wait(10)
+        for i in range(1, self.count + 1):
+            sh(f"ip netns del {self.tag}-{i}")
+        sh(f"ip link del {self.tag}b")
+        shutil.rmtree(self.tmp, ignore_errors=True)
+        assert not left, f"left running: {left}"
+        assert not files, f"left in TMPDIR: {files}"
+
+
+@pytest.fixture
+def hosts(root, tmp_path):
+    """A function that makes some hosts; they are checked and removed after the test."""
+    if problem := netns_problem():
+        assert os.environ.get("CI") != "true", problem
+        pytest.skip(f"no network namespaces here: {problem}")
+    made: list[Hosts] = []
+
+    def make(count: int) -> Hosts:
+        made.append(Hosts(root, tmp_path, count))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+# Whole runs.
+
+
+def test_a_run_on_two_hosts_that_fails(hosts, tmp_path):
+    """The worker starts before the head, all NPUs are used, nobody else gets in, both end with 7."""
+    h = hosts(3)
+    (tmp_path / "use.py").write_text(USE_ALL_NPUS)
+    script = f"python {tmp_path}/use.py; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; exit 7"
+    worker = h.launch(2, NPUS_PER_NODE=2)
+    worker.until(f"no head at {h.address(1)} port 6380: [Errno 111] Connection refused")
+    head = h.launch(1, script, NPUS_PER_NODE=2)
+    text = head.until("NPUS [")
+    where = [(h.address(i), str(i), "eth0") for i in (1, 1, 2, 2)]
+    assert f"NPUS {where}" in text and "Ray has 4 of 4 NPUs; training starts" in text
+
+    # A second launch on either, a node too many, and one with other settings.
+    busy = (f"RAY_PORT 6379 of {h.address(1)} cannot be used (Address already in use): it belongs to "
+            "run 'out' (head")
+    for i, output, sentence in ((1, "out", "this run is on here already: run 'out' (head"), (1, "new", busy),
+                                (2, "out", "this run is on here already: run 'out' (worker"),
+                                (3, "out", "refuses this node: the run has its 2 nodes and has begun")):
+        code, text = h.launch(i, script, NPUS_PER_NODE=2, OUTPUT_DIR=tmp_path / output).end()
+        assert code == 1 and sentence in text, text
+    code, text = h.run(1, "bash", "ray_start_npu.sh", "--status")
+    assert code == 0 and text.startswith("running: run 'out' (head")
+    assert h.run(3, "bash", "ray_start_npu.sh", "--status") == (1, "no run on this node\n")
+    assert f" {h.address(1)}:6380 " in h.run(1, "ss", "-ltn")[1]
+    assert ":8265 " not in h.run(1, "ss", "-ltn")[1]  # no dashboard
+
+    (tmp_path / "go").touch()
+    code, text = head.end()
+    assert code == 7 and "ERROR: bash ended with status 7. The log is" in text
+    code, text = worker.end()
+    assert code == 7 and f"ERROR: the head {h.address(1)} ended with status 7 (its log there: " in text
+    for address in (h.address(1), h.address(2)):
+        assert list((tmp_path / f"logs/{address}/ray").glob("*.log")), "Ray's logs of a failed run are kept"
+    assert "Ray runtime started" in (tmp_path / f"logs/{h.address(2)}/node.log").read_text()
+
+
+def test_two_clusters_side_by_side(hosts, tmp_path):
+    """Same ports, same bridge. Ctrl-C ends one; the other, with IPv6 and a late worker, succeeds."""
+    h = hosts(4)
+    script = f"echo TRAINING; while [ ! -e {tmp_path}/$RUN_NAME ]; do sleep 0.1; done"
+    cluster = tmp_path / "cluster.env"
+    cluster.write_text(f"NODES={h.address(3, 6)},{h.address(4, 6)}   # as on each host\nRUN_NAME=six\n")
+    six = {"NNODES": "", "MASTER_ADDR": "", "RUN_NAME": "six", "OUTPUT_DIR": tmp_path / "six_out"}
+    head6 = h.launch(3, script, "--cluster", str(cluster), **six)
+    head6.until(f"1 of 2 nodes are here: {NAME} ({h.address(3, 6)}); missing: {h.address(4, 6)}")
+    head4, worker4 = h.launch(1, script, RUN_NAME="four"), h.launch(2, RUN_NAME="four")
+    head4.until("TRAINING")
+    worker6 = h.launch(4, "", "--cluster", str(cluster), **six)
+    head6.until("TRAINING")
+    head4.send(signal.SIGINT)
+    code, text = head4.end()
+    assert code == 130 and "ERROR: stopped by SIGINT" in text
+    code, text = worker4.end()
+    assert code == 130 and f"the head {h.address(1)} ended with status 130" in text
+    assert not h.processes(1) and not h.processes(2)
+    (tmp_path / "six").touch()
+    assert [head6.end()[0], worker6.end()[0]] == [0, 0], head6.text() + worker6.text()
+    assert "ERROR: " not in head6.text() + worker6.text()
+
+
+def test_a_head_whose_launcher_is_killed(hosts):
+    """Its worker ends; what it left itself is found, keeps others from starting, and is ended by --stop."""
+    h = hosts(2)
+    head, worker = h.launch(1, "echo TRAINING; sleep 300"), h.launch(2)
+    head.until("TRAINING")
+    head.send(signal.SIGKILL)
+    code, text = worker.end()
+    assert code == 1 and f"ERROR: the head {h.address(1)} is lost: the connection was closed" in text
+    assert not h.processes(2) and "raylet" in h.processes(1).values()
+    code, text = h.run(1, "bash", "ray_start_npu.sh", "--status")
+    assert code == 1 and text.startswith("stale:   run 'out' (head") and " processes are left" in text
+    code, text = h.launch(1).end()
+    assert code == 1 and "was killed and left processes behind" in text and "--stop --run-name out" in text
+    stranger = subprocess.Popen(["sleep", "300"])
+    assert h.run(1, "bash", "ray_start_npu.sh", "--stop", "--run-name", "other")[0] == 1
+    assert "raylet" in h.processes(1).values()
+    assert h.run(1, "bash", "ray_start_npu.sh", "--stop")[0] == 0
+    assert not h.processes(1) and stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+
+
+def test_a_worker_whose_ray_is_killed(hosts):
+    h = hosts(2)
+    head, worker = h.launch(1, "echo TRAINING; sleep 300"), h.launch(2)
+    head.until("TRAINING")
+    os.kill(next(pid for pid, name in h.processes(2).items() if name == "raylet"), signal.SIGKILL)
+    code, text = head.end()
+    assert code == 1 and f"ERROR: node {NAME} ({h.address(2)}) ended with status 1" in text
+    assert worker.end()[0] == 1
+
+
+# Before Ray starts.
+
+
+def test_a_pulled_cable(hosts):
+    h = hosts(2)
+    head, worker = h.launch(1, NNODES=3, LOST_DEADLINE_S=3), h.launch(2, NNODES=3, LOST_DEADLINE_S=3)
+    worker.until("waiting for the other nodes")
+    head.until(f"2 of 3 nodes are here: {NAME} ({h.address(1)}), {NAME} ("
+               f"{h.address(2)}); 1 missing")
+    sh(f"ip link set {h.tag}v2 down")
+    code, text = worker.end()
+    assert code == 1 and f"ERROR: the head {h.address(1)} is lost: not a sign of life for 3 s" in text
+    end = time.monotonic() + 10
+    while head.text().count("1 of 3 nodes are here") < 2:
+        assert time.monotonic() < end, head.text()
+        time.sleep(0.1)
+    head.send(signal.SIGTERM)
+    assert head.end()[0] == 143
+
+
+def test_missing_nodes_and_wrong_addresses(hosts):
+    h = hosts(2)
+    soon = {"NODES_DEADLINE_S": 3}
+    alone = h.launch(1, RANK=0, WORLD_SIZE=4, NNODES="", **soon)
+    ranked = h.launch(2, RANK=2, WORLD_SIZE=4, NNODES="", **soon)
+    code, text = alone.end()
+    assert code == 1 and f"ERROR: after 3 s 2 of 4 nodes are here: {NAME}" in text
+    assert "missing: RANK 1, 3" in text
+    code, text = ranked.end()
+    assert code == 1 and "the head" in text and "missing: RANK 1, 3" in text  # the head's reason
+    nobody, unroutable = h.launch(1, MASTER_ADDR=h.address(9), **soon), h.launch(2, MASTER_ADDR="10.99.0.1")
+    code, text = nobody.end()
+    assert code == 1 and f"after 3 s no head at {h.address(9)} port 6380" in text
+    assert f"must have that address; this node has: lo 127.0.0.1, lo ::1, eth0 {h.address(1)}" in text
+    code, text = unroutable.end()
+    assert code == 1 and "there is no route to 10.99.0.1 (Network is unreachable); check MASTER_ADDR" in text
+
+
+def test_a_wrong_token_a_busy_port_and_an_impatient_user(hosts):
+    h = hosts(2)
+    occupy = "import socket, time; s = socket.create_server(('', 6379)); print(1, flush=True); time.sleep(60)"
+    occupant = h.inside(1, "python3", "-c", occupy)
+    assert occupant.stdout.readline() == "1\n"
+    code, text = h.launch(1).end()
+    assert code == 1 and f"used by: python3 (pid {occupant.pid}). Stop it, or set RAY_PORT to" in text
+    assert occupant.poll() is None
+    head = h.launch(1, RAY_PORT=7000)
+    head.until("1 of 2 nodes are here")
+    wrong = h.launch(2, RAY_PORT=7000, CLUSTER_TOKEN="another-token-of-somebody")
+    code, text = wrong.end()
+    assert code == 1 and "refuses this node: its cluster token is not the head's" in text
+    assert TOKEN not in text + head.text()
+    worker = h.launch(2, NNODES=3, RAY_PORT=7000)
+    code, text = worker.end()
+    assert code == 1 and "refuses this node: NNODES is 3 there and 2 on the head" in text
+    head.send(signal.SIGINT)
+    code, text = head.end()
+    assert code == 130 and "ERROR: stopped by SIGINT" in text
+    again = h.launch(1, RAY_PORT=7000)
+    again.until("1 of 2 nodes are here")
+    assert h.run(1, "bash", "ray_start_npu.sh", "--stop", "--run-name", "out")[0] == 0
+    assert again.end()[0] == 143
+    occupant.kill()
+    occupant.wait()
+
+
+def test_dry_run_with_cann_and_jemalloc(hosts, tmp_path):
+    """Both are in /usr/local, in a mount namespace. Nothing is started or written."""
+    h = hosts(1)
+    prepare = f"""
+        mount -t tmpfs none {h.tmp} && mkdir {h.tmp}/upper {h.tmp}/work {h.tmp}/1
+        mount -t overlay none -o lowerdir=/usr/local,upperdir={h.tmp}/upper,workdir={h.tmp}/work /usr/local
+        mkdir -p /usr/local/Ascend/ascend-toolkit /usr/local/lib
+        echo 'false; export ASCEND_HOME_PATH=/cann$NOT_SET' >/usr/local/Ascend/ascend-toolkit/set_env.sh
+        cp "$(ls /lib/*/libm.so.6 /lib64/libm.so.6 2>/dev/null | head -n1)" /usr/local/lib/libjemalloc.so.2
+        exec bash ray_start_npu.sh --dry-run --nnodes 2 "$0" "" a=1"""
+    script = tmp_path / "train_it.sh"
+    script.touch()
+    code, text = h.run(1, "unshare", "-m", "bash", "-euc", prepare, str(script), MASTER_ADDR=h.address(1))
+    assert code == 0, text
+    assert "CANN        /cann\n" in text and "preloaded   /usr/local/lib/libjemalloc.so.2\n" in text
+    for line in (f"this node   head, {h.address(1)} on eth0", f"variable    HCCL_IF_IP={h.address(1)}",
+                 f"trains      bash {script} a=1"):
+        assert f"{line}\n" in text
+    assert TOKEN not in text
+    assert sorted(tmp_path.iterdir()) == [script]

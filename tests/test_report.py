@@ -1,0 +1,220 @@
+"""ascend_rl/report.py on a metrics.jsonl of five steps whose figures are worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from ascend_rl import report
+
+VAL = "val-aux/tiny/addition/reward/mean@1"
+#         reward, length, clipped, probability gap, seconds: step, rollout, update
+STEPS = [(0.10, 5.0, 0.00, 1e-7, 9.0, 8.0, 0.5),  # warms up
+         (0.20, 6.0, 0.10, 9e-6, 2.0, 1.0, 0.4),
+         (0.40, 7.0, 0.20, 2e-7, 1.0, 0.6, 0.3),
+         (0.60, 8.0, 0.30, 3e-7, 3.0, 1.6, 0.2),
+         (0.80, 9.0, 0.15, 4e-7, 1.5, 0.8, 0.1),
+         (1.00, 9.5, 0.15, 5e-7, 1.7, 0.9, 0.5)]
+
+
+def records() -> list[dict]:
+    """verl's log: a validation, training steps 1 to 6, another validation in the last."""
+    rows = [{"step": 0, "data": {VAL: 0.25, "val-core/tiny/addition/acc/mean@1": 0.99}}]
+    for number, (reward, length, clipped, gap, step, rollout, update) in enumerate(STEPS, 1):
+        rows.append({"step": number, "data": {
+            "critic/rewards/mean": reward, "response_length/mean": length, "actor/pg_clipfrac": clipped,
+            "training/rollout_probs_diff_max": gap, "timing_s/step": step, "timing_s/gen": rollout,
+            "timing_s/update_actor": update, "timing_s/start_profile": 7.0}})
+    rows[-1]["data"] |= {VAL: 0.75, "val-aux/other/reward/mean@1": 0.25, "timing_s/testing": 3.0}
+    return rows
+
+
+def write(directory: Path, rows: list[dict]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return write(tmp_path / "a_run", records())
+
+
+def figures(directory: Path, wall_s: float | None = None) -> dict:
+    return report.summarise(report.read_metrics(directory / "metrics.jsonl"), wall_s)
+
+
+def command(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-W", "error::UserWarning", "-m", "ascend_rl.report",
+                           *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_metrics_are_read(run):
+    rows = report.read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    assert report.series(rows, "response_length/mean") == ([1, 2, 3, 4, 5, 6], [5.0, 6.0, 7.0, 8.0, 9.0, 9.5])
+    assert report.validation(rows) == ([0, 6], [0.25, 0.5])  # the mean over data sources; acc is not a reward
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "metrics.jsonl is missing: did the run reach its first step"),
+    ("", "holds no training step"),
+    (json.dumps(records()[0]) + "\n", "holds no training step"),  # validation only
+    (json.dumps(records()[1]) + '\n{"step":2,"data":{"critic/rew', "line 2 is damaged"),
+    (json.dumps(records()[1]) + "\n\n", "line 2 is damaged"),
+    ('{"step":1}\n', "line 1 is damaged"),
+    ("[1]\n", "line 1 is damaged"),
+])
+def test_metrics_that_cannot_be_read(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    result = command(tmp_path)
+    assert result.returncode == 1 and message in result.stderr and str(tmp_path) in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "report.json").exists() and not (tmp_path / "report.png").exists()
+
+
+def test_figures(run):
+    found = figures(run, wall_s=123.0)
+    phases = found.pop("median_phase_s")
+    assert found == pytest.approx({
+        "steps": 6,
+        "final_reward": 0.6,  # (0.2 + 0.4 + 0.6 + 0.8 + 1.0) / 5
+        "val_reward": 0.5,
+        "val_reward_before": 0.25,
+        "max_rollout_probs_diff": 9e-6,
+        "mean_clip_share": 0.15,  # 0.9 / 6
+        "median_step_s": 1.7,  # of 1 1.5 1.7 2 3
+        "wall_s": 123.0,
+    })
+    assert phases == pytest.approx({"rollout": 0.9, "update": 0.3, "other": 0.5})
+
+
+def test_figures_of_one_step(tmp_path):
+    found = figures(write(tmp_path, records()[1:2]))
+    assert found["steps"] == 1 and found["final_reward"] == 0.1 and found["median_step_s"] == 9.0
+    assert found["val_reward"] is None and found["val_reward_before"] is None and found["wall_s"] is None
+    assert found["median_phase_s"] == pytest.approx({"rollout": 8.0, "update": 0.5, "other": 0.5})
+
+
+def test_one_validation_is_the_one_after(tmp_path):
+    found = figures(write(tmp_path, records()[1:]))
+    assert found["val_reward"] == 0.5 and found["val_reward_before"] is None
+
+
+def test_figures_without_what_is_optional(tmp_path):
+    rows = records()
+    for row in rows:
+        for key in ("actor/pg_clipfrac", "training/rollout_probs_diff_max"):
+            row["data"].pop(key, None)
+    del rows[4]["data"]["timing_s/update_actor"]  # not every step updates
+    found = figures(write(tmp_path, rows))
+    assert found["max_rollout_probs_diff"] is None and found["mean_clip_share"] == 0
+    assert found["median_phase_s"]["update"] == pytest.approx(0.3)  # of 0 0.1 0.3 0.4 0.5
+
+
+@pytest.mark.parametrize("position", [1, 3, 6])
+def test_nan_is_not_lost(tmp_path, position):
+    """verl writes NaN as null; a rollout that computes NaN once must not pass."""
+    rows = records()
+    rows[position]["data"]["training/rollout_probs_diff_max"] = None
+    found = figures(write(tmp_path, rows))
+    assert math.isnan(found["max_rollout_probs_diff"])
+    assert len(report.shortfalls(found, 0, 1.0)) == 1
+
+
+def test_shortfalls(run):
+    found = figures(run)
+    assert report.shortfalls(found, 0, None) == []
+    assert report.shortfalls(found, 0.5, 9e-6) == []
+    assert report.shortfalls(found, 0.55, 1e-5) == ["val_reward is 0.500, expected at least 0.55"]
+    both = report.shortfalls(found, 0.7, None)
+    assert [problem.split()[0] for problem in both] == ["final_reward", "val_reward"]
+    (gap,) = report.shortfalls(found, 0, 8e-6)
+    assert "differ by 9e-06, expected at most 8e-06" in gap
+    assert report.shortfalls(found | {"val_reward": None}, 0.55, None) == []
+    assert len(report.shortfalls(found | {"max_rollout_probs_diff": None}, 0, 1.0)) == 1
+    assert len(report.shortfalls(found | {"final_reward": math.nan, "val_reward": math.nan}, 0.1, None)) == 2
+
+
+def test_table(run):
+    rows = [line.strip().split("  ") for line in report.table(figures(run, 123.4)).splitlines()]
+    lines = {row[0]: row[-1].strip() for row in rows}
+    assert lines["training steps"] == "6" and lines["median step (s)"] == "1.700"
+    assert lines["reward, mean of the last 5 steps"] == "0.600" and lines["whole run (s)"] == "123"
+    assert lines["largest rollout/trainer probability gap"] == "9.0e-06"
+    assert report.table(figures(run)).splitlines()[-1].split()[-1] == "-"
+
+
+def picture(path: Path) -> np.ndarray:
+    pixels = matplotlib.image.imread(path)[..., :3]
+    assert pixels.shape[0] > 400 and pixels.shape[1] > 600
+    assert pixels.std() > 0.05  # not blank
+    return pixels
+
+
+def test_command_writes_report_and_picture(run):
+    result = command(run, "--wall", 123, "--min-reward", 0.5, "--max-probs-diff", 1e-5)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads((run / "report.json").read_text()) == figures(run, 123.0)
+    assert report.table(figures(run, 123.0)) in result.stdout
+    assert str(run / "report.png") in result.stdout and str(run / "report.json") in result.stdout
+    picture(run / "report.png")
+
+
+def test_command_draws_the_compared_run(run, tmp_path):
+    """Also when both directories have the same name."""
+    rows = records()
+    for row in rows[1:]:
+        row["data"]["critic/rewards/mean"] /= 2
+    other = write(tmp_path / "elsewhere" / run.name, rows)
+    assert command(run).returncode == 0
+    alone = picture(run / "report.png")
+    result = command(run, "--compare", other)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads((run / "report.json").read_text()) == figures(run)
+    both = picture(run / "report.png")
+    assert not (other / "report.png").exists() and command(other).returncode == 0
+    assert (both != alone).any() and (both != picture(other / "report.png")).any()
+
+
+def test_drawn_are_all_curves_of_all_runs(run, tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    rows = report.read_metrics(run / "metrics.jsonl")
+    monkeypatch.setattr(plt, "close", lambda figure: None)  # to look at what was drawn
+    report.plot([("a", rows), ("a", rows[:4])], tmp_path / "report.png")
+    reward, length, clipped, times = plt.gcf().axes
+    monkeypatch.undo()
+    assert [len(line.get_xdata()) for line in reward.lines] == [6, 2, 3, 1]
+    assert reward.lines[0].get_ydata().tolist() == [step[0] for step in STEPS]
+    assert reward.lines[1].get_ydata().tolist() == [0.25, 0.5]
+    assert length.lines[0].get_ydata().tolist() == [step[1] for step in STEPS]
+    assert clipped.lines[1].get_ydata().tolist() == [step[2] for step in STEPS[:3]]
+    assert [text.get_text() for text in times.get_legend().get_texts()] == ["rollout", "update"]
+    assert len(times.collections) == 2 and "median 1.70" in times.get_title()
+    plt.close("all")
+
+
+def test_command_on_one_step(tmp_path):
+    """quickstart.sh --steps 1."""
+    result = command(write(tmp_path, records()[:2]))
+    assert (result.returncode, result.stderr) == (0, "")
+    picture(tmp_path / "report.png")
+
+
+@pytest.mark.parametrize(("arguments", "problem"), [
+    (("--min-reward", 0.9), "FAILED: final_reward is 0.600, expected at least 0.9"),
+    (("--max-probs-diff", 1e-6), "FAILED: rollout and trainer probabilities differ by 9e-06"),
+])
+def test_command_fails_below_the_bars(run, arguments, problem):
+    result = command(run, *arguments)
+    assert result.returncode == 1 and problem in result.stderr
+    assert (run / "report.json").exists() and (run / "report.png").exists()

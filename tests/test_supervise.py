@@ -1,0 +1,480 @@
+"""ascend_rl/supervise.py on real trees of small processes: codes, output, and what outlives a run.
+
+Every process of a test carries the variable TEST_MARK, so what a run left behind can be found in /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(60)
+PYTHON = sys.executable
+# As verl's progress arrives through Ray, for printf.
+STEP = r"(TaskRunner pid=7) \rTraining Progress:   4%%|#         | {}/80 [00:05<02:00,  1.6s/it]\n"
+
+# PR_SET_NAME, then live for a while.
+NAMED = """
+import ctypes, sys, time
+ctypes.CDLL(None).prctl(15, sys.argv[1].encode(), 0, 0, 0)
+time.sleep(float(sys.argv[2]))
+"""
+# A daemon by the book: parent, session and terminal are not the tree's, and it holds none of its pipes.
+DAEMON = """
+import os, pathlib, sys, time
+if os.fork():
+    os.wait()
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+os.closerange(0, 3)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(300)
+"""
+# The main thread ends, another one goes on: /proc shows a zombie.
+HEADLESS = """
+import ctypes, os, pathlib, sys, threading, time
+def work():
+    time.sleep(0.3)
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(300)
+if os.fork() == 0:
+    os.closerange(0, 3)
+    threading.Thread(target=work).start()
+    ctypes.CDLL("libpthread.so.0").pthread_exit(None)
+"""
+# A process that is always somewhere else: it forks, and the parent ends, 50 times a second.
+FUGITIVE = """
+import os, sys, time
+if os.fork() == 0:
+    os.closerange(0, 3)
+    end, beats = time.monotonic() + 90, os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    while time.monotonic() < end:
+        os.write(beats, b".")
+        time.sleep(0.02)
+        if os.fork():
+            os._exit(0)
+"""
+# Make and map a file in /dev/shm, then say so.
+SHM_USER = """
+import mmap, pathlib, sys, time
+with open(sys.argv[1], "ab+") as file:
+    file.write(b"x" * 4096)
+    file.flush()
+    mapped = mmap.mmap(file.fileno(), 4096)
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(300)
+"""
+
+
+class Runner:
+    """Starts the supervisor in a directory of its own and knows every process below it."""
+
+    def __init__(self, directory: Path):
+        self.log, self.tmp = directory / "deep/train.log", directory / "tmp"
+        self.tmp.mkdir()
+        self.mark = f"TEST_MARK={uuid.uuid4()}"
+        key, value = self.mark.split("=")
+        self.environment = os.environ | {key: value, "TMPDIR": str(self.tmp)}
+
+    def start(self, *command: str, options=(), main: tuple = ("-m", "ascend_rl.supervise"), **popen):
+        arguments = [PYTHON, *main, "--log", str(self.log), *map(str, options), "--", *command]
+        popen = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": self.environment} | popen
+        return subprocess.Popen(arguments, **popen)
+
+    def run(self, *command: str, **how) -> subprocess.CompletedProcess:
+        return self.finish(self.start(*command, **how))
+
+    def finish(self, process: subprocess.Popen) -> subprocess.CompletedProcess:
+        out, err = process.communicate(timeout=45)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, (err or b"").decode())
+
+    def alive(self) -> list[int]:
+        """Processes with the mark in the environment of a thread that lives; zombies have none."""
+        found = set()
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    if self.mark.encode() in (task / "environ").read_bytes():
+                        found.add(int(pid))
+        return sorted(found)
+
+
+@pytest.fixture
+def runner(tmp_path):
+    runner = Runner(tmp_path)
+    yield runner
+    left = runner.alive()
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left
+    assert not list(runner.tmp.iterdir()), "TMPDIR of the run was left behind"
+
+
+@pytest.fixture
+def shm_file():
+    path = Path("/dev/shm") / f"test-supervise-{uuid.uuid4()}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def tuned(directory: Path, **constants: float) -> tuple[str]:
+    """The supervisor with other constants."""
+    main = directory / "main.py"
+    lines = [f"supervise.{name} = {value}" for name, value in constants.items()]
+    head = ["import sys", "from ascend_rl import supervise"]
+    main.write_text("\n".join([*head, *lines, "sys.exit(supervise.main())"]))
+    return (str(main),)
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"no {what} in {seconds} s"
+        time.sleep(0.02)
+
+
+# Exit codes and output.
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("kill -TERM $$", 143)]
+)
+def test_exit_code_is_passed_on(runner, script, code):
+    result = runner.run("bash", "-c", script)
+    assert result.returncode == code
+    assert (f"ended with status {code}. The log is {runner.log}" in result.stderr) == bool(code)
+
+
+def test_command_that_cannot_be_run(runner):
+    result = runner.run("no-such-command-here")
+    assert result.returncode == 127
+    assert "no-such-command-here cannot be run: No such file" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_command_is_required(runner):
+    result = runner.run()
+    assert result.returncode == 2 and "give the command to run after --" in result.stderr
+
+
+def test_options_of_the_command_are_its_own(runner):
+    result = runner.run("bash", "-c", 'echo "$@"', "bash", "--bar", "--", "--log", "x")
+    assert result.stdout == b"--bar -- --log x\n"
+
+
+def test_output_goes_to_log_and_terminal_byte_for_byte(runner):
+    runner.log.parent.mkdir()
+    runner.log.write_text("earlier\n")
+    result = runner.run("bash", "-c", r"echo out; echo err >&2; printf 'not \xff utf-8\rno end of line'")
+    assert result.stdout == b"out\nerr\nnot \xff utf-8\rno end of line"
+    assert runner.log.read_bytes() == b"earlier\n" + result.stdout
+
+
+def test_output_is_shown_as_it_comes(runner):
+    process = runner.start("bash", "-c", "echo first; sleep 60")
+    assert process.stdout.readline() == b"first\n"
+    process.terminate()
+    assert runner.finish(process).returncode == 143
+
+
+def test_bar_shows_steps_and_metrics_and_keeps_the_output_to_the_log(runner, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [{"step": 2, "data": {"critic/rewards/mean": 0.31, "response_length/mean": 9.0}},
+             {"step": 3, "data": {"critic/rewards/mean": 0.42, "response_length/mean": 7.5}},
+             {"step": 3, "data": {"val-aux/reward": 1.0}},
+             {"step": 4, "data": {"critic/rewards/mean": None, "response_length/mean": 1.0}}]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step":4,"data":{"critic/rew')
+    wait = f"until [ -e {tmp_path}/go ]; do sleep 0.1; done"
+    script = f"echo loading; printf '{STEP.format(2)}'; {wait}; printf '{STEP.format(3)}'; exit 5"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (40, 150))
+    process = runner.start("bash", "-c", script, options=("--bar", "--metrics", metrics), stderr=theirs)
+    os.close(theirs)
+    shown = ""
+    while "| 2/80" not in shown:
+        shown += os.read(ours, 1000).decode()
+    assert shown.startswith("\rstarting Ray") and "| 3/80" not in shown
+    (tmp_path / "go").touch()
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
+        while True:
+            shown += os.read(ours, 1000).decode()
+    os.close(ours)
+    result = runner.finish(process)
+    assert result.returncode == 5 and result.stdout == b""
+    last = [line for line in shown.split("\r") if "/80" in line][-1]
+    assert "| 3/80" in last and "reward 0.42, 7.5 tokens" in last and "4%" in last
+    assert shown.replace("\r", "").rstrip().endswith("Its last lines:\n  loading")
+    log = runner.log.read_text()
+    assert log.startswith("loading\n") and "2/80" in log and "3/80" in log
+
+
+def test_bar_in_a_file_is_short(runner):
+    """Nothing is overwritten there: no more than the first and the last state, and one each 10 seconds."""
+    steps = "".join(f"printf '{STEP.format(i)}'; sleep 0.3; " for i in range(1, 7))
+    result = runner.run("bash", "-c", steps, options=["--bar"])
+    assert result.returncode == 0
+    assert "| 6/80" in result.stderr and result.stderr.count("\r") <= 6
+
+
+def test_the_run_goes_on_when_nobody_reads_its_output(runner):
+    process = runner.start("bash", "-c", "echo 0; for i in $(seq 20000); do echo $i; done")
+    assert process.stdout.readline() == b"0\n"
+    process.stdout.close()
+    assert process.wait(20) == 0
+    assert runner.log.read_bytes().endswith(b"\n20000\n")
+    assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("make", [pty.openpty, os.pipe], ids=["terminal", "pipe"])
+def test_the_run_goes_on_when_nobody_sees_the_bar(runner, make):
+    ours, theirs = make()
+    command = ["bash", "-c", "sleep 1; echo done; exit 3"]
+    process = runner.start(*command, options=["--bar"], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    os.read(ours, 1)
+    os.close(ours)  # from now on its writes fail: EIO, EPIPE
+    assert process.wait(20) == 3
+    assert runner.log.read_text() == "done\n"
+
+
+def test_a_log_that_cannot_be_written_ends_the_run(runner):
+    runner.log = Path("/dev/full")
+    result = runner.run("bash", "-c", "while :; do echo line; sleep 0.1; done")
+    assert result.returncode == 1 and "the log cannot be written: No space left on device" in result.stderr
+
+
+# What is left of the tree.
+
+
+@pytest.mark.parametrize("script", [DAEMON, HEADLESS, FUGITIVE], ids=["daemon", "headless", "fugitive"])
+def test_descendants_die_with_the_run(runner, tmp_path, script):
+    life = tmp_path / "life"
+    command = '"$0" -c "$1" "$2"; setsid sleep 300 >&- 2>&- & until [ -e "$2" ]; do sleep 0.05; done; exit 3'
+    assert runner.run("bash", "-c", command, PYTHON, script, str(life)).returncode == 3
+    beats = life.stat().st_size
+    time.sleep(0.3)
+    assert runner.alive() == [] and life.stat().st_size == beats
+
+
+def test_polite_processes_may_say_goodbye(runner, tmp_path):
+    child = "trap 'sleep 0.5; touch bye; exit' TERM; touch hello; while :; do sleep 0.1; done"
+    command = f"({child}) & until [ -e hello ]; do sleep 0.1; done"
+    assert runner.run("bash", "-c", command, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "bye").exists()
+
+
+def test_a_process_that_ignores_sigterm_is_killed(runner, tmp_path):
+    child = "trap '' TERM INT HUP; touch hello; while :; do sleep 0.1; done"
+    command = f"({child}) & until [ -e hello ]; do sleep 0.1; done"
+    started = time.monotonic()
+    assert runner.run("bash", "-c", command, cwd=tmp_path).returncode == 0
+    assert 5 < time.monotonic() - started < 15
+    assert runner.alive() == []
+
+
+def test_a_stopped_process_is_killed(runner, tmp_path):
+    main = tuned(tmp_path, TERM_GRACE_S=0.5)
+    assert runner.run("bash", "-c", "sleep 300 & kill -STOP $!", main=main).returncode == 0
+    assert runner.alive() == []
+
+
+def test_unrelated_processes_are_untouched(runner):
+    """Named like the run's, in the session and process group of the supervisor, and a twin of its command."""
+    names = [[PYTHON, "-c", NAMED, "raylet", "300"], ["sleep", "300"], ["bash", "-c", "sleep 300; true"]]
+    others = [subprocess.Popen(command, env=os.environ) for command in names]
+    try:
+        command = "sleep 300 & sleep 0.5; exit 1"
+        assert runner.run("bash", "-c", command).returncode == 1
+        assert [other.poll() for other in others] == [None, None, None]
+        assert len(Path(f"/proc/{others[2].pid}/task/{others[2].pid}/children").read_text().split()) == 1
+    finally:
+        for pid in Path(f"/proc/{others[2].pid}/task/{others[2].pid}/children").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+        for other in others:
+            other.kill()
+            other.wait(10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_stop_everything(runner, number):
+    process = runner.start("bash", "-c", "setsid sleep 300 >&- 2>&- & echo ready; sleep 300")
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(number)
+    result = runner.finish(process)
+    assert result.returncode == {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}[number.name]
+    assert f"stopped by {number.name}" in result.stderr
+    assert runner.alive() == []
+
+
+def test_impatience_does_not_stop_the_cleaning(runner, tmp_path):
+    process = runner.start("bash", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done",
+                           main=tuned(tmp_path, TERM_GRACE_S=2))
+    assert process.stdout.readline() == b"ready\n"
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.5)
+    assert runner.finish(process).returncode == 130
+    assert runner.alive() == []
+
+
+def test_ctrl_c_in_a_terminal_reaches_only_the_supervisor(runner, tmp_path):
+    """Its children would end in disorder, each with a traceback; they are in a session of their own."""
+    ours, theirs = pty.openpty()
+    script = f"trap ': >{tmp_path}/interrupted' INT; echo ready; while :; do sleep 0.1; done"
+    process = runner.start(
+        "bash", "-c", script, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # becomes the session's terminal
+    )
+    os.close(theirs)
+    shown = b""
+    while b"ready" not in shown:
+        shown += os.read(ours, 1000)
+    os.write(ours, b"\x03")
+    assert process.wait(20) == 130
+    os.close(ours)
+    assert not (tmp_path / "interrupted").exists()
+
+
+def test_nohup_is_obeyed(runner):
+    process = runner.start("bash", "-c", "echo ready; sleep 1",
+                           preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGHUP)
+    assert runner.finish(process).returncode == 0
+
+
+# Deadlines and deaths.
+
+
+@pytest.mark.parametrize(("options", "before", "sentence"), [
+    (("--deadline", 1), "", "not finished after 1 s"),
+    (("--deadline", 1.5), STEP.format(1), "not finished after 1.5 s"),
+    (("--start", 1, "--stall", 30), "", "no training step after 1 s"),
+    (("--start", 1), STEP.format(0), "no training step after 1 s"),
+    (("--stall", 1, "--start", 30), STEP.format(3), "no progress for 1 s after step 3 of 80"),
+    (("--stall", 1, "--bar"), STEP.format(3), "no progress for 1 s after step 3 of 80"),
+])
+def test_deadlines(runner, options, before, sentence):
+    started = time.monotonic()
+    result = runner.run("bash", "-c", f"printf '{before}'; sleep 300", options=options)
+    assert result.returncode == 124 and f"ERROR: {sentence}. The log is {runner.log}" in result.stderr
+    assert 1 <= time.monotonic() - started < 8
+
+
+def test_deadlines_that_are_met(runner):
+    """Steps come every 0.6 s, so the run is longer than --start and --stall, and no gap is."""
+    steps = "".join(f"printf '{STEP.format(i)}'; sleep 0.6; " for i in range(1, 9))
+    result = runner.run("bash", "-c", steps, options=("--stall", 4, "--start", 4, "--deadline", 30))
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", ["VLLM::EngineCor", "ray::WorkerDict.train"])
+def test_death_of_an_essential_process_ends_the_run(runner, tmp_path, name):
+    result = runner.run("bash", "-c", '"$0" -c "$1" "$2" 2 & echo pid $!; sleep 300', PYTHON, NAMED, name,
+                        main=tuned(tmp_path, DEATH_GRACE_S=0.5))
+    pid = result.stdout.decode().split()[1]
+    assert result.returncode == 1
+    assert f"ERROR: process {name[:15]} (pid {pid}) died and the run did not end by itself" in result.stderr
+
+
+@pytest.mark.parametrize(("name", "grace_s"), [("raylet", 15), ("ray::IDLE", 0.2)])
+def test_other_deaths_do_not(runner, tmp_path, name, grace_s):
+    """An essential process that dies when the run is about to end, and any other process."""
+    result = runner.run("bash", "-c", '"$0" -c "$1" "$2" 2 & sleep 3.5; exit 4', PYTHON, NAMED, name,
+                        main=tuned(tmp_path, DEATH_GRACE_S=grace_s))
+    assert result.returncode == 4 and "died" not in result.stderr
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_end_may_come_from_elsewhere(runner, tmp_path, status):
+    main = tmp_path / "main.py"
+    main.write_text("import sys\nfrom pathlib import Path\nfrom ascend_rl.supervise import supervise\n"
+                    "end = lambda: (int(sys.argv[1]), 'node b ended') if Path('end').exists() else None\n"
+                    "sys.exit(supervise(['bash', '-c', 'touch end; sleep 300'], Path('log'), ended=end))")
+    result = subprocess.run([PYTHON, main, str(status)], cwd=tmp_path, env=runner.environment, text=True,
+                            capture_output=True, timeout=30)
+    assert result.returncode == status and runner.alive() == []
+    assert result.stderr == ("ERROR: node b ended. The log is log\n" if status else "")
+
+
+def test_a_fork_of_an_essential_process_may_end(runner, tmp_path):
+    """As when the TaskRunner filters prompts with datasets' num_proc=1: the helper has its parent's name."""
+    fork = NAMED + "import os\nif os.fork() == 0: time.sleep(1); os._exit(0)\ntime.sleep(3.5); sys.exit(4)"
+    result = runner.run(PYTHON, "-c", fork, "ray::TaskRunner", "0", main=tuned(tmp_path, DEATH_GRACE_S=0.5))
+    assert result.returncode == 4 and "died" not in result.stderr
+
+
+# TMPDIR and shared memory.
+
+
+def test_tmpdir_is_the_runs_own_and_removed(runner):
+    result = runner.run("bash", "-c", 'mkdir -p "$TMPDIR/ray"; touch "$TMPDIR/ray/file"; echo "$TMPDIR"')
+    path = Path(result.stdout.decode().strip())
+    assert path.parent == runner.tmp and path.name.startswith("ascend-rl-")
+    assert not path.exists()
+
+
+def use_shm(runner, path: Path, tmp_path: Path, then: str, **how) -> subprocess.Popen:
+    """A run with a child that uses ``path``, from then on. Then a file ``go`` makes it do ``then``."""
+    ready = tmp_path / "ready"
+    script = f'"$0" -c "$1" "$2" "$3" & until [ -e {tmp_path}/go ]; do sleep 0.05; done; {then}'
+    process = runner.start("bash", "-c", script, PYTHON, SHM_USER, str(path), str(ready), **how)
+    until(ready.exists, "shared memory")
+    return process
+
+
+@pytest.mark.parametrize("then", ["sleep 1.5; kill -9 $!; wait; sleep 0.5", "exit 7", "kill -9 $$"])
+def test_shared_memory_of_the_run_is_removed(runner, shm_file, tmp_path, then):
+    process = use_shm(runner, shm_file, tmp_path, then)
+    assert shm_file.exists()
+    (tmp_path / "go").touch()
+    runner.finish(process)
+    assert not shm_file.exists()
+
+
+def test_shared_memory_that_others_use_is_kept(runner, shm_file, tmp_path):
+    for use in (lambda file: mmap.mmap(file.fileno(), 0), lambda file: os.dup(file.fileno())):
+        for name in ("ready", "go"):
+            (tmp_path / name).unlink(missing_ok=True)
+        process = use_shm(runner, shm_file, tmp_path, "exit 0")
+        with shm_file.open("rb+") as file:
+            used = use(file)
+        (tmp_path / "go").touch()
+        assert runner.finish(process).returncode == 0
+        assert shm_file.exists()
+        used.close() if isinstance(used, mmap.mmap) else os.close(used)
+        shm_file.unlink()
+
+
+def test_shared_memory_older_than_the_run_is_kept(runner, shm_file, tmp_path):
+    """Also when the run used it and wrote to it."""
+    shm_file.write_bytes(b"mine")
+    process = use_shm(runner, shm_file, tmp_path, "exit 0")
+    (tmp_path / "go").touch()
+    assert runner.finish(process).returncode == 0
+    assert shm_file.read_bytes() == b"mine" + b"x" * 4096
+
+
+def test_shared_memory_that_the_run_never_used_is_kept(runner, shm_file):
+    """/dev/shm may be the host's, and its users in containers whose processes cannot be seen from here."""
+    process = runner.start("bash", "-c", "echo ready; sleep 1")
+    assert process.stdout.readline() == b"ready\n"
+    shm_file.write_bytes(b"a file of somebody else, open nowhere")
+    assert runner.finish(process).returncode == 0
+    assert shm_file.exists()
