@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# GSPO on a 2-layer Qwen3 that learns to add 2-digit numbers: verl + FSDP (gloo) + vLLM, on a CPU.
+#
+# Usage:    bash ray_start_npu.sh internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh [HYDRA_OVERRIDES...]
+# Example:  bash ray_start_npu.sh internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh trainer.total_training_steps=20
+# Hardware: 2 cores, 8 GiB
+# Duration: about 3 minutes, half of it starting up
+#
+# Variables: STEPS (80), NNODES (1), NPUS_PER_NODE (1 worker and vLLM server each), DATA_DIR (data/tiny),
+#            OUTPUT_DIR (outputs/gspo_qwen3_tiny_cpu), LOSS_MODE (gspo), LOSS_AGG_MODE (seq-mean-token-mean),
+#            CLIP_RATIO_LOW and CLIP_RATIO_HIGH (0.003, 0.004)
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
+use_python
+
+DATA_DIR="${DATA_DIR:-$ROOT/data/tiny}"
+OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/gspo_qwen3_tiny_cpu}"
+LOSS_MODE="${LOSS_MODE:-gspo}"
+python -m ascend_rl.tiny --out "$DATA_DIR"
+
+ARGS=(
+    # The group: 4 samples a prompt, advantages relative to their mean.
+    algorithm.adv_estimator=grpo
+    algorithm.use_kl_in_reward=False
+    data.train_files="$DATA_DIR/train.parquet"
+    data.val_files="$DATA_DIR/val.parquet"
+    data.train_batch_size=16
+    data.max_prompt_length=16
+    data.max_response_length=16
+    data.filter_overlong_prompts=False
+    data.truncation=error
+    data.dataloader_num_workers=0
+    reward.custom_reward_function.path="$ROOT/ascend_rl/tiny.py"
+    reward.custom_reward_function.name=compute_score
+    reward.num_workers=1
+
+    # The loss. Two updates a step, so that the second one is off-policy and clipping has work to do. The bounds
+    # are ten times those of the paper because the learning rate of a tiny model is hundreds of times that of a 32B.
+    actor_rollout_ref.actor.policy_loss.loss_mode="$LOSS_MODE"
+    actor_rollout_ref.actor.loss_agg_mode="${LOSS_AGG_MODE:-seq-mean-token-mean}"
+    actor_rollout_ref.actor.clip_ratio_low="${CLIP_RATIO_LOW:-0.003}"
+    actor_rollout_ref.actor.clip_ratio_high="${CLIP_RATIO_HIGH:-0.004}"
+    actor_rollout_ref.actor.use_kl_loss=False
+    actor_rollout_ref.actor.entropy_coeff=0
+    actor_rollout_ref.actor.ppo_mini_batch_size=8
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
+    actor_rollout_ref.actor.optim.lr=5e-4
+    actor_rollout_ref.actor.optim.lr_scheduler_type=cosine
+    actor_rollout_ref.actor.optim.min_lr_ratio=0.1
+
+    # The trainer: FSDP in fp32 over gloo.
+    actor_rollout_ref.model.path="$DATA_DIR/model"
+    +actor_rollout_ref.model.override_config.attn_implementation=sdpa
+    actor_rollout_ref.model.use_remove_padding=False
+    actor_rollout_ref.model.enable_gradient_checkpointing=False
+    actor_rollout_ref.actor.strategy=fsdp
+    actor_rollout_ref.actor.fsdp_config.dtype=float32
+    actor_rollout_ref.actor.use_torch_compile=False
+
+    # The rollout: vLLM's async server in the same precision; its log-probs are compared with the trainer's.
+    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.n=4
+    actor_rollout_ref.rollout.dtype=float32
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
+    actor_rollout_ref.rollout.enforce_eager=True
+    actor_rollout_ref.rollout.free_cache_engine=False
+    actor_rollout_ref.rollout.calculate_log_probs=True
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64
+    actor_rollout_ref.rollout.max_model_len=64
+    actor_rollout_ref.rollout.max_num_seqs=64
+    actor_rollout_ref.rollout.max_num_batched_tokens=1024
+    actor_rollout_ref.rollout.agent.num_workers=1
+    actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16
+    +actor_rollout_ref.rollout.enable_sleep_mode=False
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=128
+
+    trainer.device=cpu
+    trainer.nnodes="${NNODES:-1}"
+    trainer.n_gpus_per_node="${NPUS_PER_NODE:-1}"
+    trainer.total_training_steps="${STEPS:-80}"
+    trainer.total_epochs=1
+    trainer.val_before_train=True
+    trainer.test_freq=40
+    trainer.save_freq=-1
+    trainer.resume_mode=disable
+    "trainer.logger=[console,file,tensorboard]"
+    trainer.project_name=ascend_rl
+    trainer.experiment_name="$(basename "$OUTPUT_DIR")"
+    trainer.default_local_dir="$OUTPUT_DIR/checkpoints"
+    hydra.run.dir="$OUTPUT_DIR/hydra"
+)
+
+train verl.trainer.main_ppo "${ARGS[@]}" "$@"

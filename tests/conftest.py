@@ -1,0 +1,56 @@
+"""The environment of every test: a CPU run as internal/cpu_env.sh sets it, and the tiny model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before anything imports vllm or torch: the variables of internal/cpu_env.sh.
+_printed = subprocess.run(
+    ["bash", "-c", f". {ROOT}/internal/cpu_env.sh && env -0"], check=True, capture_output=True
+)
+os.environ.update(entry.split("=", 1) for entry in _printed.stdout.decode().split("\0") if "=" in entry)
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def tiny(root) -> Path:
+    """data/tiny: the tiny Qwen3, its tokenizer and its task."""
+    subprocess.run([sys.executable, "-m", "ascend_rl.tiny", "--out", str(root / "data/tiny")], check=True)
+    return root / "data/tiny"
+
+
+@pytest.fixture
+def tree_without(root, tmp_path):
+    """A function that copies frameworks/NAME as patched, less the named patches, for use on PYTHONPATH."""
+
+    def copy(framework: str, names: list[str]) -> Path:
+        source, destination = root / "frameworks" / framework, tmp_path / f"{framework}_variant"
+        destination.mkdir()
+        archive = subprocess.run(["git", "-C", source, "archive", "HEAD"], check=True, capture_output=True)
+        subprocess.run(["tar", "x", "-C", destination], check=True, input=archive.stdout)
+        for compiled in source.rglob("*.so"):
+            (destination / compiled.relative_to(source)).symlink_to(compiled)
+        for patch in sorted((root / "patches" / framework).glob("*.patch"), reverse=True):
+            if patch.stem.split("-")[-1] in names:
+                subprocess.run(["git", "apply", "-R", patch], check=True, cwd=destination)
+        return destination
+
+    return copy
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Quick tests first, real runs last: a mistake shows early."""
+    order = ["tests", "patched", "e2e"]
+    items.sort(key=lambda item: (order.index(item.path.parent.name), item.path.name == "test_left_out.py"))

@@ -1,0 +1,176 @@
+"""Real runs of the main job: Ray + vLLM + FSDP on CPU, started as a user starts them.
+
+Each takes a minute or two; they run one after another, each with a deadline, and must leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ascend_rl.supervise import descendants as below
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def descendants(pid: int) -> list[tuple[int, str]]:
+    return sorted(below(pid).items())
+
+
+def launch(
+    root, script: str, output: Path, *overrides: str, env: dict | None = None, **variables
+) -> subprocess.Popen:
+    """Start ray_start_npu.sh on a script of internal/, with overrides and variables; see `finish`."""
+    environment = os.environ | {"OUTPUT_DIR": str(output), "RUN_DEADLINE_S": "400", "STALL_DEADLINE_S": "60"}
+    environment |= {k: str(v) for k, v in variables.items()} | (env or {})
+    with output.with_suffix(".console").open("w") as console:
+        return subprocess.Popen(
+            ["bash", "ray_start_npu.sh", f"internal/{script}", "internal/cpu_env.sh", *overrides],
+            cwd=root,
+            env=environment,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def finish(process: subprocess.Popen, output: Path, seconds: float = 500) -> str:
+    """Wait for the end and return what the user saw."""
+    process.wait(timeout=seconds)
+    return output.with_suffix(".console").read_text()
+
+
+def metrics(output: Path) -> list[dict]:
+    return [json.loads(line)["data"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabilities):
+    """quickstart.sh itself, with 40 steps: half the default, so a looser reward than its own 0.8."""
+    output = tmp_path / "run"
+    run = subprocess.run(
+        ["bash", "quickstart.sh", "--steps", "40"],
+        cwd=root,
+        text=True,
+        capture_output=True,
+        timeout=500,
+        env=os.environ | {"OUTPUT_DIR": str(output)},
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    report = json.loads((output / "report.json").read_text())
+    assert report["steps"] == 40
+    assert report["final_reward"] >= 0.65 and report["val_reward"] >= 0.75
+    assert report["val_reward"] >= report["val_reward_before"] + 0.3
+    assert 0 < report["max_rollout_probs_diff"]
+    assert (output / "report.png").stat().st_size > 10_000
+    assert "held-out reward, greedy, after" in run.stdout and "40/40" in run.stderr
+    training = [row for row in metrics(output) if "actor/pg_loss" in row]
+    same_probabilities(training)
+    assert any(row["actor/pg_clipfrac"] > 0 for row in training)  # the second update of a step is off-policy
+    assert all(row["actor/gspo/seq_ratio/p05"] <= row["actor/gspo/seq_ratio/p95"] for row in training)
+    assert list((output / "tensorboard").glob("events*"))
+
+
+def test_two_workers_share_one_step(root, tmp_path, nothing_left_behind, same_probabilities):
+    """Two FSDP ranks and two vLLM servers; the GRPO twin, so that both recipes run."""
+    output = tmp_path / "run"
+    process = launch(
+        root, "train_grpo_qwen3_tiny_cpu.sh", output, "trainer.test_freq=-1", NPUS_PER_NODE=2, STEPS=12
+    )
+    most: Counter = Counter()
+    while process.poll() is None:
+        most |= Counter(name for _, name in descendants(process.pid))
+        time.sleep(1)
+    text = finish(process, output)
+    assert process.returncode == 0, text[-3000:]
+    assert most["ray::WorkerDict"] == most["VLLM::EngineCor"] == 2
+    training = [row for row in metrics(output) if "actor/pg_loss" in row]
+    assert len(training) == 12
+    same_probabilities(training)
+
+
+@pytest.mark.parametrize("victim", ["VLLM::EngineCor", "ray::WorkerDict"])
+def test_a_dead_process_ends_the_run_with_a_clear_error(root, tmp_path, nothing_left_behind, victim):
+    output = tmp_path / "run"
+    process = launch(
+        root, "train_gspo_qwen3_tiny_cpu.sh", output, "trainer.val_before_train=False", STEPS=5000
+    )
+    log = output / "train.log"
+    deadline = time.monotonic() + 300
+    while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").stat().st_size:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.5)
+    killed = [entry for entry in descendants(process.pid) if entry[1].startswith(victim)]
+    assert killed, descendants(process.pid)
+    os.kill(killed[0][0], signal.SIGKILL)
+    at = time.monotonic()
+    text = finish(process, output, 120)
+    assert process.returncode not in (0, None)
+    assert "ERROR:" in text and str(log) in text
+    assert time.monotonic() - at < 60
+
+
+def test_ctrl_c_stops_everything(root, tmp_path, nothing_left_behind):
+    output = tmp_path / "run"
+    process = launch(root, "train_gspo_qwen3_tiny_cpu.sh", output, STEPS=5000)
+    deadline = time.monotonic() + 300
+    while not any(name.startswith("ray::WorkerDict") for _, name in descendants(process.pid)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    text = finish(process, output, 60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "stopped by SIGINT" in text
+
+
+def test_switched_off_the_patches_change_nothing(root, tmp_path, tree_without, nothing_left_behind):
+    """Three steps of stock GRPO: the same losses with all patches as with those alone a CPU run needs."""
+    enabling = {"cpu_device", "vllm_cpu_rollout"}
+    others = [p.stem.split("-")[-1] for p in sorted((root / "patches/verl").glob("*.patch"))]
+    variant = tree_without("verl", [name for name in others if name not in enabling])
+    # Requests race to the server. Samples of a single prompt, one at a time, make their order irrelevant and
+    # vLLM's sampling repeatable; the second epoch is off-policy, so that ratios and clipping count.
+    stock = ["data.shuffle=False", "data.train_batch_size=1", "actor_rollout_ref.rollout.n=8",
+             "actor_rollout_ref.rollout.max_num_seqs=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", "actor_rollout_ref.actor.ppo_epochs=2",
+             "trainer.val_before_train=False", "trainer.test_freq=-1"]
+    losses = {}
+    for name, path in (("patched", ""), ("stock", str(variant))):
+        # The preflight would refuse a verl that is not the lock's.
+        process = launch(root, "train_grpo_qwen3_tiny_cpu.sh", tmp_path / name, *stock, STEPS=3,
+                         env={"PYTHONPATH": path, "SKIP_PREFLIGHT": "1"} if path else None)
+        text = finish(process, tmp_path / name)
+        assert process.returncode == 0, text[-3000:]
+        keys = (
+            "actor/pg_loss",
+            "actor/grad_norm",
+            "actor/ppo_kl",
+            "actor/pg_clipfrac",
+            "critic/rewards/mean",
+            "response_length/mean",
+            "actor/entropy",
+        )
+        losses[name] = [[row[key] for key in keys] for row in metrics(tmp_path / name)]
+    assert len(losses["patched"]) == 3 and losses["patched"] == losses["stock"]
+    assert any(row[1] > 0 for row in losses["patched"])
+
+
+def test_bad_arguments_are_explained(root):
+    for arguments, message in (
+        (["ray_start_npu.sh"], "no training script given"),
+        (["ray_start_npu.sh", "internal/train_nothing.sh"], "not found; there are:"),
+        (
+            ["ray_start_npu.sh", "internal/train_gspo_qwen3_tiny_cpu.sh", "nothing_env.sh"],
+            "environment script",
+        ),
+        (["quickstart.sh", "--steps", "many"], "positive number"),
+        (["quickstart.sh", "--fast"], "unknown argument"),
+        (["build_project.sh", "--target", "gpu"], "--target cpu or --target npu"),
+    ):
+        run = subprocess.run(["bash", *arguments], cwd=root, capture_output=True, text=True, timeout=60)
+        assert run.returncode == 1 and message in run.stderr, (arguments, run.stderr)

@@ -1,0 +1,29 @@
+"""Every patch is needed by its test: leave the patch out, and the test named in its header fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PATCHES = sorted((Path(__file__).resolve().parents[2] / "patches").glob("*/*.patch"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_its_test_fails_without_it(patch, root, tree_without):
+    if not (root / "frameworks" / patch.parent.name).is_dir():
+        pytest.skip(f"no {patch.parent.name} checkout")
+    tests = re.search(r"^Test: (.+)$", patch.read_text(), re.M).group(1).split()
+    variant = tree_without(patch.parent.name, [patch.stem.split("-")[-1]])
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        cwd=root, env=os.environ | {"PYTHONPATH": str(variant)}, capture_output=True, text=True, timeout=240,
+    )
+    assert run.returncode == 1, (
+        f"expected failing tests, got status {run.returncode}:\n{run.stdout[-3000:]}{run.stderr[-1000:]}"
+    )

@@ -1,0 +1,20 @@
+"""Run at the start of every Python process that has this directory on PYTHONPATH, Ray workers included.
+
+The stand-ins for CUDA go in just before megatron-core is imported, and only then: vLLM's processes, which
+have no use for them, keep the real torch.
+"""
+
+import sys
+from importlib.abc import MetaPathFinder
+
+
+class BeforeMegatron(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "megatron.core":
+            sys.meta_path.remove(self)
+            import cuda_on_cpu
+
+            cuda_on_cpu.install()
+
+
+sys.meta_path.insert(0, BeforeMegatron())

@@ -1,0 +1,5 @@
+from .tensor import QuantizedTensor
+
+
+class Float8Tensor(QuantizedTensor):
+    pass
