@@ -1,0 +1,257 @@
+"""With ALL_TO_ALL_RESHARD=1 each vLLM worker is sent its own experts, bit for bit, and no other.
+
+Training is verl's Megatron worker in gloo processes; what its rollout_mode hands to the rollout is compared
+with the Hugging Face checkpoint. Then vLLM's model, as each EP rank builds it, loads such a stream through
+verl's own buckets. vLLM's CPU backend does not compute with expert parallelism, so the EP rank is written
+into the configuration of its FusedMoE layers; expert map and weight loaders are vLLM's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from itertools import product
+
+import pytest
+import torch
+from megatron_tiny import Layout, hugging_face, make_checkpoint, make_worker
+from ranks import run_ranks
+from vllm_sync import EXTENSION, sync
+
+EXPERTS, LAYERS, HIDDEN, EXPERT_SIZE = 8, 4, 64, 40
+EXPERT_BYTES = 3 * 4 * HIDDEN * EXPERT_SIZE
+CASES = [  # training, and the rollout's (TP, DP, EP)
+    (Layout("moe", pp=2), (2, 1, 2)),
+    (Layout("moe", ep=2), (1, 1, 1)),
+    (Layout("moe", tp=2), (1, 2, 2)),
+]
+
+
+class Rollout:
+    """In place of verl's ServerAdapter: keeps what it is sent."""
+
+    async def resume(self, tags):
+        pass
+
+    async def update_weights(self, weights, **kwargs):
+        self.weights = {}
+        for name, tensor in weights:
+            assert name not in self.weights, f"{name} came twice"
+            self.weights[name] = tensor.detach().clone()
+
+
+def needed(rank: int, sizes: tuple[int, int, int]) -> list[int]:
+    """The experts of the vLLM worker on the device of ``rank``, by vLLM's own rule."""
+    from vllm.model_executor.layers.fused_moe.layer import determine_expert_map
+
+    tp, dp, ep = sizes
+    _, places, _ = determine_expert_map(ep, rank % (tp * dp) if ep > 1 else 0, EXPERTS)
+    return list(range(EXPERTS)) if places is None else (places >= 0).nonzero().flatten().tolist()
+
+
+def own_weights(state: dict[str, torch.Tensor], experts: list[int]) -> dict[str, torch.Tensor]:
+    """The weights of a worker that holds ``experts``."""
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if ".experts." not in name or int(name.split(".experts.")[1].split(".")[0]) in experts
+    }
+
+
+def sync_in(rank: int, path) -> list[dict]:
+    """For each case what the worker's rollout_mode sends, the experts it owns, and what was exchanged."""
+    from megatron.core import parallel_state
+    from verl.models.mcore import get_mcore_weight_converter
+    from verl.utils.megatron_utils import unwrap_model
+
+    os.environ["ALL_TO_ALL_RESHARD"] = "1"
+    with pytest.raises(ValueError, match="vanilla_mbridge=True"):
+        make_worker(Layout("moe"), path, "actor_rollout_ref.actor.megatron.vanilla_mbridge=False")
+    results = []
+    for layout, sizes in CASES:
+        rollout = zip(("tensor_model", "data", "expert"), sizes, strict=True)
+        worker = make_worker(
+            layout, path, *(f"actor_rollout_ref.rollout.{k}_parallel_size={size}" for k, size in rollout)
+        )
+        worker.rollout, worker.peft_merge = Rollout(), False
+
+        def sent(switch: str, worker=worker) -> dict:
+            os.environ["ALL_TO_ALL_RESHARD"] = switch
+            asyncio.run(worker.rollout_mode())
+            return {name: tensor.numpy() for name, tensor in worker.rollout.weights.items()}
+
+        layers = unwrap_model(worker.actor_module[0]).decoder.layers
+        ways = {"off": sent("0")} if layout.tp == 1 else {}  # mbridge cannot export TP without EP
+        with Traffic() as traffic:
+            ways["mbridge"] = sent("1")
+        worker.bridge = None
+        worker.weight_converter = get_mcore_weight_converter(worker.hf_config, torch.float32)
+        ways["converter"] = sent("1")
+        for layer in layers:
+            layer.mlp.experts = grouped(layer.mlp.experts)
+        ways["grouped"] = sent("1")
+        block = EXPERTS // layout.ep
+        first = parallel_state.get_expert_model_parallel_rank() * block
+        numbers = (layer.layer_number - 1 for layer in layers)
+        results.append(
+            {
+                "ways": ways,
+                "owned": set(product(numbers, range(first, first + block))),
+                "received_bytes": traffic.received_bytes,
+                "experts_gathered": traffic.experts_gathered,
+            }
+        )
+    return results
+
+
+def grouped(experts):
+    """TEGroupedMLP as GroupedMLP: weights and results are the same."""
+    from megatron.core.transformer.moe.experts import GroupedMLP
+
+    count = experts.num_local_experts
+    result = GroupedMLP(count, experts.config)
+    for linear, weight in (("linear_fc1", result.weight1), ("linear_fc2", result.weight2)):
+        stacked = [getattr(getattr(experts, linear), f"weight{i}").detach().t() for i in range(count)]
+        weight.data = torch.stack(stacked).view(weight.shape)
+    tokens, share = torch.randn(2 * count, HIDDEN), torch.full((count,), 2)
+    with torch.no_grad():
+        outputs = [mlp(tokens, share, torch.ones(2 * count))[0] for mlp in (experts, result)]
+    torch.testing.assert_close(*outputs)
+    return result
+
+
+class Traffic:
+    """Counts bytes that all_to_all_single brings to this rank, and experts that go another way."""
+
+    def __enter__(self):
+        self.received_bytes, self.experts_gathered = 0, 0
+        names = ("all_to_all_single", "all_gather", "broadcast")
+        self.found = {name: getattr(torch.distributed, name) for name in names}
+
+        def counted(output, *args, **kwargs):
+            self.received_bytes += output.nbytes
+            return self.found["all_to_all_single"](output, *args, **kwargs)
+
+        def watched(name, place):
+            def call(*args, **kwargs):
+                shape = tuple((kwargs.get("tensor") if len(args) <= place else args[place]).shape)
+                self.experts_gathered += shape in {(2 * EXPERT_SIZE, HIDDEN), (HIDDEN, EXPERT_SIZE)}
+                return self.found[name](*args, **kwargs)
+
+            return call
+
+        torch.distributed.all_to_all_single = counted
+        torch.distributed.all_gather = watched("all_gather", 1)
+        torch.distributed.broadcast = watched("broadcast", 0)
+        return self
+
+    def __exit__(self, *error):
+        for name, function in self.found.items():
+            setattr(torch.distributed, name, function)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint("moe", tmp_path_factory.mktemp("moe") / "model", LAYERS, EXPERT_SIZE)
+
+
+def test_what_cannot_work_is_refused():
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    from ascend_rl.moe_alltoallv import check
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_megatron_trainer", ["actor_rollout_ref.rollout.name=vllm"]).actor_rollout_ref
+    check(config)
+    refused = {
+        "actor.megatron.expert_tensor_parallel_size": (2, "expert_tensor_parallel_size=1"),
+        "actor.megatron.tensor_model_parallel_size": (2, "expert_tensor_parallel_size=1"),
+        "actor.megatron.vanilla_mbridge": (False, "vanilla_mbridge=True"),
+        "rollout.pipeline_model_parallel_size": (2, "pipeline_model_parallel_size=1"),
+        "rollout.name": ("sglang", "rollout.name=vllm"),
+        "rollout.checkpoint_engine.backend": ("nccl", "backend=naive"),
+        "model.lora.rank": (8, "lora.rank=0"),
+    }
+    for key, (value, reason) in refused.items():
+        changed = OmegaConf.create(OmegaConf.to_container(config, resolve=False))
+        OmegaConf.update(changed, key, value)
+        with pytest.raises(ValueError, match=reason):
+            check(changed)
+
+
+def become(worker, ep_rank: int, ep_size: int) -> None:
+    """Give the vLLM worker the model it would have with this EP rank, full of NaN."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    runner = worker.worker.model_runner
+    make, context = FusedMoEParallelConfig.make, runner.vllm_config.compilation_config.static_forward_context
+    context.clear()
+    FusedMoEParallelConfig.make = staticmethod(
+        lambda **sizes: dataclasses.replace(make(**sizes), ep_size=ep_size, ep_rank=ep_rank, use_ep=True)
+    )
+    try:
+        with set_current_vllm_config(runner.vllm_config):
+            runner.model = initialize_model(runner.vllm_config)
+    finally:
+        FusedMoEParallelConfig.make = make
+    for parameter in runner.model.parameters():
+        parameter.data.fill_(float("nan"))
+
+
+def loaded(worker) -> dict[str, torch.Tensor]:
+    return {k: v.detach().clone() for k, v in worker.worker.model_runner.model.named_parameters()}
+
+
+@pytest.mark.timeout(90)
+def test_vllm_loads_its_experts_and_insists_on_them(path, monkeypatch, tmp_path):
+    from vllm import LLM
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("ALL_TO_ALL_RESHARD", "1")
+    llm = LLM(
+        str(path), dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=8,
+        num_gpu_blocks_override=64, max_num_batched_tokens=256, worker_extension_cls=EXTENSION,
+    )  # fmt: skip
+    state, sizes = hugging_face(path).state_dict(), (2, 2, 4)
+    for rank in (0, 3):
+        llm.collective_rpc(become, args=(rank, sizes[2]))
+        experts = needed(rank, sizes)
+        sync(llm, own_weights(state, experts))
+        (weights,) = llm.collective_rpc(loaded)
+        assert not any(weight.isnan().any() for weight in weights.values())
+        for layer in range(LAYERS):
+            name = f"model.layers.{layer}.mlp.experts"
+            gate, up, down = (
+                torch.stack([state[f"{name}.{expert}.{part}_proj.weight"] for expert in experts])
+                for part in ("gate", "up", "down")
+            )
+            assert torch.equal(weights[f"{name}.w13_weight"], torch.cat([gate, up], 1))
+            assert torch.equal(weights[f"{name}.w2_weight"], down)
+        with pytest.raises(AssertionError, match="24 tensors are missing .* 24 of other workers came"):
+            sync(llm, own_weights(state, needed(rank - 1, sizes)))
+    short = own_weights(state, experts)
+    del short[f"model.layers.2.mlp.experts.{experts[1]}.up_proj.weight"]
+    with pytest.raises(AssertionError, match="1 tensors are missing"):
+        sync(llm, short)
+
+
+@pytest.mark.timeout(150)
+def test_a_worker_is_sent_exactly_its_experts(path):
+    ranks, state = run_ranks(2, sync_in, path, seconds=130), hugging_face(path).state_dict()
+    for rank, results in enumerate(ranks):
+        for (layout, sizes), result in zip(CASES, results, strict=True):
+            case = f"{layout} -> TP{sizes[0]} DP{sizes[1]} EP{sizes[2]}, rank {rank}"
+            for way, weights in result["ways"].items():
+                experts = range(EXPERTS) if way == "off" else needed(rank, sizes)
+                expected = own_weights(state, experts)
+                assert weights.keys() == expected.keys(), f"{case}, {way}"
+                wrong = [n for n, w in weights.items() if not torch.equal(expected[n], torch.from_numpy(w))]
+                assert not wrong, f"{case}, {way}: {wrong[:3]}"
+            remote = set(product(range(LAYERS), needed(rank, sizes))) - result["owned"]
+            assert result["received_bytes"] == len(remote) * EXPERT_BYTES, case
+            assert result["experts_gathered"] == 0, case

@@ -1,0 +1,106 @@
+"""After a weight sync a Qwen3-MoE in vLLM computes with the new weights, all of them, whatever happened to
+the old ones.
+
+The sync is verl's own (buckets through shared memory); the oracle is Hugging Face with the same weights.
+Between syncs the weights are overwritten with NaN, as sleep level 2 gives their memory away. "transposed"
+does after loading what vllm-ascend does on an NPU; with hidden size = 2 x expert size one of the two shapes
+does not show it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron_tiny import VOCAB, hugging_face, make_checkpoint
+from vllm_sync import EXTENSION, sync
+
+PROMPTS = [[5 + i, 17, 40 - i, 9, 3 * i] for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint("moe", tmp_path_factory.mktemp("moe") / "model", layers=2, expert_size=32)
+
+
+def transpose_after_loading(monkeypatch):
+    """The layout of vllm-ascend's AscendUnquantizedFusedMoEMethod; the CPU kernel has taken its weights
+    before."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    process = UnquantizedFusedMoEMethod.process_weights_after_loading
+
+    def process_and_transpose(self, layer):
+        process(self, layer)
+        for name in ("w13_weight", "w2_weight"):
+            fast = getattr(layer, name).data.transpose(1, 2).contiguous()
+            setattr(layer, name, torch.nn.Parameter(fast, requires_grad=False))
+
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "process_weights_after_loading", process_and_transpose)
+
+
+def overwrite_with_nan(worker) -> None:
+    for parameter in worker.model_runner.model.parameters():
+        parameter.data.fill_(float("nan"))
+
+
+def log_probs(llm) -> torch.Tensor:
+    """Log-probs of the whole vocabulary for the next token: [prompts, VOCAB]."""
+    from vllm import SamplingParams
+
+    outputs = llm.generate(
+        [{"prompt_token_ids": p} for p in PROMPTS],
+        SamplingParams(temperature=1, max_tokens=1, logprobs=VOCAB),
+        use_tqdm=False,
+    )
+    return torch.tensor(
+        [[output.outputs[0].logprobs[0][token].logprob for token in range(VOCAB)] for output in outputs]
+    )
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    "dtype,layout,tolerance",
+    [("float32", "plain", 2e-5), ("float32", "transposed", 2e-5), ("bfloat16", "transposed", 0.25)],
+)
+def test_rollout_follows_the_trainer(path, monkeypatch, tmp_path, dtype, layout, tolerance):
+    from vllm import LLM
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
+    if layout == "transposed":
+        transpose_after_loading(monkeypatch)
+    llm = LLM(
+        str(path),
+        dtype=dtype,
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=8,
+        num_gpu_blocks_override=64,
+        max_num_batched_tokens=256,
+        worker_extension_cls=EXTENSION,
+        max_logprobs=VOCAB,
+        enable_prefix_caching=False,
+    )
+    model = hugging_face(path).to(getattr(torch, dtype))
+
+    def error() -> float:
+        with torch.no_grad():
+            expected = model(torch.tensor(PROMPTS)).logits[:, -1].float().log_softmax(-1)
+        return (log_probs(llm) - expected).abs().max().item()
+
+    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    at_first = log_probs(llm)
+    assert error() < tolerance
+    torch.manual_seed(1)
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.5 * torch.randn_like(parameter))
+        assert error() > 4 * tolerance  # the change is visible
+        llm.collective_rpc(overwrite_with_nan)
+        sync(llm, model.state_dict())
+        assert error() < tolerance
+    sync(llm, original)
+    torch.testing.assert_close(
+        log_probs(llm), at_first, atol=1e-5, rtol=0
+    )  # in bf16 too: the very same weights

@@ -1,0 +1,946 @@
+"""The converter against brute force, against torch.save, against real megatron-core models, and against
+kills.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import megatron_cpu
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+
+from ascend_rl import converter, torch_dist
+from ascend_rl.converter import ConversionError, Model, Options
+
+DTYPES = {name: getattr(torch, name) for name in torch_dist.ITEMSIZE}
+TINY = {
+    "qwen3_moe": dict(
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        num_hidden_layers=4,
+        hidden_size=32,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        vocab_size=96,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    ),
+    "qwen3": dict(
+        architectures=["Qwen3ForCausalLM"],
+        model_type="qwen3",
+        num_hidden_layers=4,
+        hidden_size=32,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        vocab_size=96,
+        intermediate_size=48,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def make_model(
+    directory: Path, config: dict, dtype=torch.bfloat16, files: int = 2, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """A Hugging Face directory with random weights, and the weights."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text("{}")
+    generator = torch.Generator().manual_seed(seed)
+    shapes = converter.hf_tensors(Model.from_config(config))
+    weights = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    if files == 1:
+        save_file(weights, directory / "model.safetensors", {"format": "pt"})
+        return weights
+    names, where = list(weights), {}
+    for nth in range(files):
+        file = f"model-{nth + 1:05}-of-{files:05}.safetensors"
+        save_file({name: weights[name] for name in names[nth::files]}, directory / file, {"format": "pt"})
+        where |= dict.fromkeys(names[nth::files], file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return weights
+
+
+def reference(weights: dict[str, torch.Tensor], config: dict) -> dict[str, torch.Tensor]:
+    """What Megatron's tensors are, made whole and in memory."""
+    heads, groups, dim = (config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    result: dict[str, torch.Tensor] = {}
+    layers: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
+    for layer in range(config["num_hidden_layers"]):
+        get = {
+            n.removeprefix(f"model.layers.{layer}."): w
+            for n, w in weights.items()
+            if n.startswith(f"model.layers.{layer}.")
+        }
+        q = get["self_attn.q_proj.weight"].view(groups, heads // groups * dim, -1)
+        k, v = (get[f"self_attn.{n}_proj.weight"].view(groups, dim, -1) for n in "kv")
+        put = {
+            "self_attention.linear_qkv.weight": torch.cat([q, k, v], 1).flatten(0, 1),
+            "self_attention.linear_qkv.layer_norm_weight": get["input_layernorm.weight"],
+            "self_attention.q_layernorm.weight": get["self_attn.q_norm.weight"],
+            "self_attention.k_layernorm.weight": get["self_attn.k_norm.weight"],
+            "self_attention.linear_proj.weight": get["self_attn.o_proj.weight"],
+        }
+        gate_up = lambda unit: torch.cat([get[f"{unit}gate_proj.weight"], get[f"{unit}up_proj.weight"]])  # noqa: E731, B023
+        if config["model_type"] == "qwen3_moe":
+            units = [f"mlp.experts.{expert}." for expert in range(config["num_experts"])]
+            put["pre_mlp_layernorm.weight"] = get["post_attention_layernorm.weight"]
+            put["mlp.router.weight"] = get["mlp.gate.weight"]
+            put["mlp.experts.experts.linear_fc1.weight"] = torch.stack([gate_up(unit) for unit in units])
+            put["mlp.experts.experts.linear_fc2.weight"] = torch.stack(
+                [get[f"{unit}down_proj.weight"] for unit in units]
+            )
+        else:
+            put["mlp.linear_fc1.layer_norm_weight"] = get["post_attention_layernorm.weight"]
+            put["mlp.linear_fc1.weight"] = gate_up("mlp.")
+            put["mlp.linear_fc2.weight"] = get["mlp.down_proj.weight"]
+        for name, value in put.items():
+            layers[f"decoder.layers.{name}"].append(value)
+    result |= {name: torch.stack(values) for name, values in layers.items()}
+    result["embedding.word_embeddings.weight"] = weights["model.embed_tokens.weight"]
+    result["decoder.final_layernorm.weight"] = weights["model.norm.weight"]
+    if not config["tie_word_embeddings"]:
+        result["output_layer.weight"] = weights["lm_head.weight"]
+    return result
+
+
+def load_with_torch(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, through torch.distributed.checkpoint itself."""
+    from torch.distributed import checkpoint
+
+    entries = checkpoint.FileSystemReader(directory).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if hasattr(entry, "size")
+    }
+    checkpoint.load(tensors, checkpoint_id=directory)
+    return tensors
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: value for path in directory.glob("*.safetensors") for name, value in load_file(path).items()
+    }
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+
+
+QUIET = Options(workers=2, quiet=True)
+
+
+# ------------------------------------------------------------------------------------------------ the format
+
+
+@given(
+    st.sampled_from(list(DTYPES.values())),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.integers(0, 200),
+)
+@settings(max_examples=60, deadline=None)
+def test_an_archive_is_what_torch_save_means(dtype, shape, before):
+    values = torch.randn(shape).to(dtype)
+    raw = values.view(torch.uint8).numpy().tobytes()
+    archive = torch_dist.Archive(str(dtype)[6:], tuple(shape))
+    import zlib
+
+    head, tail = archive.frame(zlib.crc32(raw))
+    content = head + raw + tail
+    assert len(content) == archive.length and len(head) == archive.values_offset and len(head) % 64 == 0
+    loaded = torch.load(io.BytesIO(content), weights_only=True)
+    assert loaded.dtype == dtype and torch.equal(loaded, values)
+    saved = io.BytesIO()
+    torch.save(values, saved)
+    with zipfile.ZipFile(io.BytesIO(content)) as ours, zipfile.ZipFile(saved) as theirs:
+        assert ours.testzip() is None
+        assert ours.read("archive/data.pkl") == theirs.read("archive/data.pkl")
+        assert ours.read("archive/data/0") == theirs.read("archive/data/0")
+
+
+def test_the_metadata_is_what_torch_itself_would_pickle():
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    place, other = torch_dist.Place("__0_0.distcp", 64, 2**33), torch_dist.Place("__0_1.distcp", 0, 9)
+    chunks = [("a", (0, 0), (1, 3), place), ("a", (1, 0), (1, 3), other), ("b", (0,), (300,), other)]
+    tensors = {"a": ("bfloat16", (2, 3)), "b": ("float32", (300,))}
+    found = pickle.loads(torch_dist.metadata(tensors, chunks, [("a._extra_state/shard_0_1", other)]))
+    assert found.mcore_data == {"a": {}, "b": {}}
+    expected = dcp.Metadata(
+        {
+            "a": dcp.TensorStorageMetadata(
+                dcp.TensorProperties(torch.bfloat16),
+                torch.Size([2, 3]),
+                [dcp.ChunkStorageMetadata(torch.Size([i, 0]), torch.Size([1, 3])) for i in range(2)],
+            ),
+            "b": dcp.TensorStorageMetadata(
+                dcp.TensorProperties(torch.float32),
+                torch.Size([300]),
+                [dcp.ChunkStorageMetadata(torch.Size([0]), torch.Size([300]))],
+            ),
+            "a._extra_state/shard_0_1": dcp.BytesStorageMetadata(),
+        },
+        planner_data={},
+        storage_data={
+            dcp.MetadataIndex("a", [0, 0]): _StorageInfo("__0_0.distcp", 64, 2**33),
+            dcp.MetadataIndex("a", [1, 0]): _StorageInfo("__0_1.distcp", 0, 9),
+            dcp.MetadataIndex("b", [0]): _StorageInfo("__0_1.distcp", 0, 9),
+            dcp.MetadataIndex("a._extra_state/shard_0_1"): _StorageInfo("__0_1.distcp", 0, 9),
+        },
+    )
+    assert found == expected
+    assert isinstance(found.state_dict_metadata["a"].size, torch.Size)
+    again = pickle.loads(pickle.dumps(expected))  # the same attributes in each object, not just equal ones
+    for mine, theirs in zip(found.storage_data.items(), again.storage_data.items(), strict=True):
+        assert [vars(part) for part in mine] == [
+            vars(part) | {"index": vars(part_mine).get("index")} if "fqn" in vars(part) else vars(part)
+            for part, part_mine in zip(theirs, mine, strict=True)
+        ]
+
+
+def test_to_mcore_needs_no_torch(root, hf, tmp_path):
+    """Seconds and 600 MB less; and a login node without torch can convert."""
+    blocker = tmp_path / "blocker/torch.py"
+    blocker.parent.mkdir()
+    blocker.write_text("raise ImportError('torch is not here')")
+    path = f"{blocker.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    result = command(root, "--hf_model_path", hf, "--output_path", tmp_path / "mcore", PYTHONPATH=path)
+    assert result.returncode == 0, result.stderr
+    assert equal(load_with_torch(tmp_path / "mcore"), reference(weights_of(hf), TINY["qwen3_moe"]))
+
+
+def test_a_wrong_checksum_is_visible():
+    archive = torch_dist.Archive("float32", (4,))
+    head, tail = archive.frame(1)
+    with zipfile.ZipFile(io.BytesIO(head + bytes(16) + tail)) as content:
+        assert content.testzip() == "archive/data/0"
+
+
+def test_the_metadata_unpickler_builds_tensors_only():
+    with pytest.raises(pickle.UnpicklingError, match="unexpected"):
+        torch_dist._TensorUnpickler(io.BytesIO(pickle.dumps(os.system))).load()
+
+
+# ------------------------------------------------------------------------------------------------ mapping
+
+configs = st.builds(
+    lambda kind, layers, groups, per_group, dim, tied, vocabulary: (
+        TINY[kind]
+        | dict(
+            num_hidden_layers=layers,
+            num_attention_heads=groups * per_group,
+            num_key_value_heads=groups,
+            head_dim=dim,
+            tie_word_embeddings=tied,
+            vocab_size=vocabulary,
+        )
+    ),
+    st.sampled_from(list(TINY)),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([2, 6]),
+    st.booleans(),
+    st.integers(1, 40),
+)
+
+
+@given(
+    configs,
+    st.sampled_from(list(DTYPES.values())),
+    st.sampled_from([0, 1, 2, 4]),
+    st.integers(1, 3),
+    st.sampled_from([400, 5000, 10**9]),
+    st.sampled_from([64, 1000, 1 << 20]),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_both_directions_equal_brute_force(
+    tmp_path_factory, monkeypatch, config, dtype, ep_size, workers, limit, block
+):
+    tmp = tmp_path_factory.mktemp("conversion")
+    weights = make_model(tmp / "hf", config, dtype, files=workers)
+    options = Options(
+        layout="grouped" if ep_size else "default",
+        ep_size=ep_size,
+        workers=workers,
+        verify=True,
+        quiet=True,
+        shard_bytes=limit,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(converter, "BLOCK_BYTES", block)
+        patch.setattr(converter, "CHUNK_BYTES", limit)
+        patch.setattr(converter.chunks_of, "__defaults__", (limit,))
+        patch.setattr(converter, "FILE_BYTES", 20 * limit)
+        converter.to_mcore(tmp / "hf", tmp / "mcore", options)
+        assert equal(load_with_torch(tmp / "mcore"), reference(weights, config))
+        converter.to_hf(tmp / "mcore", tmp / "hf", tmp / "back", options)
+    assert equal(weights_of(tmp / "back"), weights)
+    assert sorted(p.name for p in tmp.iterdir()) == ["back", "hf", "mcore"]
+    assert (tmp / "back/tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_hugging_face_loads_what_comes_back(tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    make_model(tmp_path / "hf", TINY[kind], torch.float32)
+    converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", QUIET)
+    converter.to_hf(tmp_path / "mcore", tmp_path / "hf", tmp_path / "back", replace(QUIET, shard_bytes=20000))
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").eval() for name in ("hf", "back")
+    )
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    assert equal(one.state_dict(), other.state_dict()) and len(one.state_dict()) > 40
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        (
+            dict(
+                model_type="qwen3",
+                num_hidden_layers=64,
+                hidden_size=5120,
+                num_attention_heads=64,
+                num_key_value_heads=8,
+                head_dim=128,
+                vocab_size=151936,
+                intermediate_size=25600,
+            ),
+            32.76,
+        ),
+        (
+            dict(
+                model_type="qwen3_moe",
+                num_hidden_layers=48,
+                hidden_size=2048,
+                num_attention_heads=32,
+                num_key_value_heads=4,
+                head_dim=128,
+                vocab_size=151936,
+                moe_intermediate_size=768,
+                num_experts=128,
+            ),
+            30.53,
+        ),
+        (
+            dict(
+                model_type="qwen3_moe",
+                num_hidden_layers=94,
+                hidden_size=4096,
+                num_attention_heads=64,
+                num_key_value_heads=4,
+                head_dim=128,
+                vocab_size=151936,
+                moe_intermediate_size=1536,
+                num_experts=128,
+            ),
+            235.09,
+        ),
+    ],
+    ids=["32B", "30B-A3B", "235B-A22B"],
+)
+def test_the_plan_of_the_recipes_models_covers_every_row_once(config, billions):
+    """Parameters as published; every row of every tensor in exactly one place; chunks tile their tensors."""
+    model = Model.from_config(config)
+    shapes = converter.hf_tensors(model)
+    assert sum(int(np.prod(shape)) for shape in shapes.values()) / 1e9 == pytest.approx(billions, abs=0.005)
+    together = converter.experts_per_chunk(model, Options(layout="grouped"))
+    assert together == (4 if model.experts else 1)
+    pieces = collections.defaultdict(list)
+    for matrix in converter.mcore_tensors(model):
+        chunks = list(converter.chunks_of(matrix, 2, together))
+        assert sum(int(np.prod(chunk.sizes)) for chunk in chunks) == int(np.prod(matrix.size))
+        assert len({chunk.offsets for chunk in chunks}) == len(chunks)
+        for chunk in chunks:
+            assert int(np.prod(chunk.sizes)) * 2 <= converter.CHUNK_BYTES
+            assert sum(p.rows for p in chunk.pieces) * int(np.prod(matrix.shape[1:])) == int(
+                np.prod(chunk.sizes)
+            )
+            for piece in chunk.pieces:
+                pieces[piece.name].append((piece.row, piece.rows))
+    assert pieces.keys() == shapes.keys()
+    for name, parts in pieces.items():
+        ends = [0]
+        for row, rows in sorted(parts):
+            assert row == ends[-1]
+            ends.append(row + rows)
+        assert ends[-1] == shapes[name][0]
+
+
+def test_workers_change_no_byte(tmp_path):
+    make_model(tmp_path / "hf", TINY["qwen3_moe"])
+    for workers in (1, 7):
+        converter.to_mcore(tmp_path / "hf", tmp_path / f"mcore{workers}", replace(QUIET, workers=workers))
+    assert hashes(tmp_path / "mcore1") == hashes(tmp_path / "mcore7")
+
+
+@pytest.mark.parametrize(
+    ("have", "want"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")]
+)
+def test_dtype_option(tmp_path, have, want):
+    weights = make_model(tmp_path / "hf", TINY["qwen3"] | {"torch_dtype": "bfloat16"}, DTYPES[have])
+    options = replace(QUIET, dtype=want, verify=True)
+    converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", options)
+    assert equal(
+        load_with_torch(tmp_path / "mcore"),
+        reference({n: w.to(DTYPES[want]) for n, w in weights.items()}, TINY["qwen3"]),
+    )
+    converter.to_hf(tmp_path / "mcore", tmp_path / "hf", tmp_path / "back", replace(options, dtype=have))
+    assert equal(
+        weights_of(tmp_path / "back"), {n: w.to(DTYPES[want]).to(DTYPES[have]) for n, w in weights.items()}
+    )
+    assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == have
+
+
+def test_a_tied_model_may_store_its_output_layer(tmp_path):
+    weights = make_model(tmp_path / "hf", TINY["qwen3"], files=1)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "hf/model.safetensors")
+    converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", QUIET)
+    assert "output_layer.weight" not in load_with_torch(tmp_path / "mcore")
+    weights["lm_head.weight"][5, 5] += 1
+    save_file(weights, tmp_path / "hf/model.safetensors")
+    with pytest.raises(ConversionError, match="lm_head.weight differs"):
+        converter.to_mcore(tmp_path / "hf", tmp_path / "mcore2", QUIET)
+
+
+# -------------------------------------------------------------------------------- megatron-core
+
+
+LAYOUTS = [
+    ("qwen3_moe", dict(tp=2), "te", "default"),
+    ("qwen3_moe", dict(pp=2), "te", "default"),
+    ("qwen3_moe", dict(ep=2), "te", "grouped"),
+    ("qwen3_moe", dict(ep=2), "grouped", "grouped"),
+    ("qwen3_moe", dict(ep=4), "grouped", "default"),
+    ("qwen3_moe", dict(tp=2, etp=2), "grouped", "default"),
+    ("qwen3_moe", dict(tp=2, pp=2), "grouped", "grouped"),
+    ("qwen3_moe", dict(), "sequential", "grouped"),
+    ("qwen3", dict(tp=2), "te", "default"),
+]
+
+
+def _save(rank, directory) -> list[int]:
+    """In each rank: verl's models filled by mbridge, then in every layout from our checkpoints, saved by
+    Megatron. Parameters of this rank's models.
+    """
+    from transformers import AutoConfig
+
+    from megatron.core import dist_checkpointing
+    from verl.models.mcore.mbridge import AutoBridge
+
+    def save(model, out):
+        if rank == 0:
+            os.makedirs(out)
+        torch.distributed.barrier()
+        dist_checkpointing.save(model.sharded_state_dict(), out)
+
+    def empty(hf, **layout):
+        model = megatron_cpu.build(hf, dtype=torch.bfloat16, **layout)
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        return model
+
+    for kind in TINY:
+        hf = f"{directory}/{kind}"
+        model, config = empty(hf), AutoConfig.from_pretrained(hf)
+        AutoBridge.from_config(config, dtype=torch.bfloat16).load_weights([model], hf)
+        save(model, f"{directory}/theirs-{kind}")
+    held = []
+    for number, (kind, layout, experts, stored) in enumerate(LAYOUTS):
+        model = empty(f"{directory}/{kind}", experts=experts, **layout)
+        loaded = dist_checkpointing.load(model.sharded_state_dict(), f"{directory}/{stored}-{kind}")
+        wrong = model.load_state_dict(loaded)
+        assert not wrong.unexpected_keys and all(k.endswith("_extra_state") for k in wrong.missing_keys)
+        save(model, f"{directory}/saved{number}")
+        held.append(sum(parameter.numel() for parameter in model.parameters()))
+    return held
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory):
+    """The directory that ``_save`` wrote to, the first weights by kind, and parameters by rank and layout."""
+    directory = tmp_path_factory.mktemp("megatron")
+    weights = {kind: make_model(directory / kind, config) for kind, config in TINY.items()}
+    for kind, stored in {(kind, stored) for kind, _, _, stored in LAYOUTS}:
+        options = replace(QUIET, layout=stored, ep_size=2 if stored == "grouped" else 0)
+        converter.to_mcore(directory / kind, directory / f"{stored}-{kind}", options)
+    return directory, weights, run_ranks(4, _save, str(directory), seconds=280)
+
+
+def _entries(directory) -> dict:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return FileSystemReader(directory).read_metadata().state_dict_metadata
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_the_checkpoint_is_what_mbridge_and_megatron_save(megatron, kind):
+    ours, theirs = (megatron[0] / f"{who}-{kind}" for who in ("default", "theirs"))
+    assert equal(load_with_torch(ours), load_with_torch(theirs))
+    have, want = _entries(ours), _entries(theirs)
+    assert have.keys() == want.keys()
+    for key, entry in want.items():
+        if hasattr(entry, "chunks"):
+            chunks = [[(tuple(c.offsets), tuple(c.sizes)) for c in e.chunks] for e in (entry, have[key])]
+            assert sorted(chunks[0]) == sorted(chunks[1]), key
+    formats = [json.loads((directory / "metadata.json").read_text()) for directory in (ours, theirs)]
+    assert formats[0] == formats[1]
+    assert torch.load(ours / "common.pt") == torch.load(theirs / "common.pt") == {}
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda n: "-".join(map(str, LAYOUTS[n])))
+def test_real_models_load_it_at_any_layout(megatron, tmp_path, number):
+    """Loaded into every rank, saved by Megatron as sharded there, converted back: bit for bit the first
+    weights.
+    """
+    directory, weights, held = megatron
+    kind, layout, _, stored = LAYOUTS[number]
+    total = sum(w.numel() for w in weights[kind].values())
+    assert all(rank[number] < total for rank in held) or not layout
+    saved = directory / f"saved{number}"
+    assert equal(load_with_torch(saved), load_with_torch(directory / f"{stored}-{kind}"))
+    converter.to_hf(
+        saved, directory / kind, tmp_path / "back", replace(QUIET, verify=True)
+    )
+    assert equal(weights_of(tmp_path / "back"), weights[kind])
+
+
+# ------------------------------------------------------------------------------------------------ kills
+
+
+def _converting(directory: Path, to: str, deadly_call: int) -> None:
+    """Convert in this process, which kills itself at its n-th system call that changes the disk."""
+    converter.COMMIT_BYTES, converter.BLOCK_BYTES, converter.FILE_BYTES = 1, 4096, 40000
+    calls = 0
+    for name in (
+        "pwrite",
+        "write",
+        "fdatasync",
+        "fsync",
+        "ftruncate",
+        "rename",
+        "mkdir",
+        "unlink",
+        "posix_fadvise",
+    ):
+        original = getattr(os, name)
+
+        def deadly(*arguments, original=original, name=name, **keywords):
+            nonlocal calls
+            calls += 1
+            if calls == deadly_call:
+                if name in ("pwrite", "write"):  # half of it
+                    fd, data, *offset = arguments
+                    original(fd, memoryview(data)[: len(data) // 2], *offset)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **keywords)
+
+        setattr(os, name, deadly)
+    options = Options(workers=1, quiet=True)
+    if to == "mcore":
+        converter.to_mcore(directory / "hf", directory / "out", options)
+    else:
+        converter.to_hf(
+            directory / "mcore", directory / "hf", directory / "out", replace(options, shard_bytes=20000)
+        )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("to", ["mcore", "hf"])
+def test_killed_at_any_moment_the_next_run_ends_with_the_same_hashes(tmp_path, to, monkeypatch):
+    make_model(tmp_path / "hf", TINY["qwen3"] | {"num_hidden_layers": 2}, files=1)
+    converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", QUIET)
+    monkeypatch.setattr(converter, "FILE_BYTES", 40000)
+    if to == "mcore":
+        converter.to_mcore(tmp_path / "hf", tmp_path / "expected", QUIET)
+    else:
+        converter.to_hf(
+            tmp_path / "mcore", tmp_path / "hf", tmp_path / "expected", replace(QUIET, shard_bytes=20000)
+        )
+    expected, context = hashes(tmp_path / "expected"), multiprocessing.get_context("fork")
+    assert len([name for name in expected if name.endswith((".distcp", ".safetensors"))]) > 2
+    resumed, survived, call = 0, 0, 0
+    while not survived:
+        call += 1
+        for attempt in (call, 3 + call % 5, 0):  # killed, killed again soon after resuming, left alone
+            process = context.Process(target=_converting, args=(tmp_path, to, attempt))
+            process.start()
+            process.join(60)
+            if process.exitcode == 0:
+                survived += attempt == call
+                break
+            assert process.exitcode == -signal.SIGKILL, (call, attempt)
+            journal = tmp_path / "out.partial.journal"
+            resumed += journal.exists() and journal.read_bytes().count(b"\n") > 2
+        assert hashes(tmp_path / "out") == expected, call
+        assert not list(tmp_path.glob("out.*")), call
+        for path in (tmp_path / "out").iterdir():
+            path.unlink()
+        (tmp_path / "out").rmdir()
+    assert call > 50 and resumed > 20
+
+
+def test_what_the_journal_names_is_not_copied_again(tmp_path, monkeypatch):
+    """Kill after the first commit; the second run reads only what is left."""
+    make_model(tmp_path / "hf", TINY["qwen3"], files=1)
+    monkeypatch.setattr(converter, "COMMIT_BYTES", 1)
+    read, rows = [], converter.Safetensors.rows
+
+    def counted(self, name, *arguments):
+        read.append(name)
+        if len(read) == 20:
+            raise OSError(28, "No space left on device")
+        return rows(self, name, *arguments)
+
+    monkeypatch.setattr(converter.Safetensors, "rows", counted)
+    with pytest.raises(ConversionError, match="No space left.*run the same command again"):
+        converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", replace(QUIET, workers=1))
+    assert not (tmp_path / "mcore").exists()
+    first = read[:19]
+    converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", replace(QUIET, workers=1))
+    again = set(first) & set(read[20:])
+    assert len(again) <= 3  # of the chunk that was interrupted: at most query, key and value
+    assert equal(load_with_torch(tmp_path / "mcore"), reference(weights_of(tmp_path / "hf"), TINY["qwen3"]))
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.fixture
+def hf(tmp_path):
+    make_model(tmp_path / "hf", TINY["qwen3_moe"], files=1)
+    return tmp_path / "hf"
+
+
+def change(directory: Path, function) -> None:
+    weights = load_file(directory / "model.safetensors")
+    function(weights)
+    save_file(weights, directory / "model.safetensors")
+
+
+DOWN = "model.layers.2.mlp.experts.3.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda w: w.pop(DOWN), f"1 missing: {re.escape(DOWN)}"),
+        (lambda w: w.update({"model.layers.4.extra": torch.zeros(1)}), "1 extra: model.layers.4.extra"),
+        (
+            lambda w: w.update({DOWN: torch.zeros(32, 15)}),
+            rf"{re.escape(DOWN)} \(32, 15\) instead of \(32, 16\)",
+        ),
+        (
+            lambda w: w.update({DOWN: torch.zeros(32, 16, dtype=torch.int8)}),
+            f"{re.escape(DOWN)} has dtype I8",
+        ),
+        (lambda w: w.update({DOWN: w[DOWN].float()}), f"would mix .*{re.escape(DOWN)}.*--dtype"),
+    ],
+    ids=["missing", "extra", "misshapen", "integer", "mixed"],
+)
+def test_wrong_tensors_are_named(hf, tmp_path, function, message):
+    change(hf, function)
+    with pytest.raises(ConversionError, match=message):
+        converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(model_type="llama"), "model_type 'llama'"),
+        (dict(attention_bias=True), "attention_bias=True"),
+        (dict(mlp_only_layers=[1]), "mlp_only_layers"),
+        (dict(decoder_sparse_step=2), "decoder_sparse_step=2"),
+        (dict(quantization_config={"bits": 4}), "quantization_config"),
+        (dict(num_experts=None), "num_experts must be a positive integer"),
+        (dict(num_key_value_heads=3), "8 attention heads cannot share 3"),
+    ],
+)
+def test_models_that_are_not_supported_are_refused(hf, tmp_path, config, message):
+    (hf / "config.json").write_text(json.dumps(TINY["qwen3_moe"] | config))
+    with pytest.raises(ConversionError, match=message):
+        converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+
+
+def test_damaged_files_are_named(hf, tmp_path):
+    content = (hf / "model.safetensors").read_bytes()
+    for damage, message in (
+        (content[:-1], "model.norm|cut off"),
+        (content[:100], "no safetensors file"),
+        (b"", "no safetensors file"),
+    ):
+        (hf / "model.safetensors").write_bytes(damage)
+        with pytest.raises(ConversionError, match=message):
+            converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+    (hf / "model.safetensors").unlink()
+    with pytest.raises(ConversionError, match="no \\*.safetensors file"):
+        converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+    (hf / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"lm_head.weight": "gone.safetensors"}})
+    )
+    with pytest.raises(ConversionError, match="gone.safetensors: No such file"):
+        converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+
+
+def test_an_index_that_lies_is_refused(tmp_path):
+    make_model(tmp_path / "hf", TINY["qwen3"], files=2)
+    index = tmp_path / "hf/model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = content["weight_map"]["model.embed_tokens.weight"]
+    content["weight_map"]["model.layers.9.x"] = content["weight_map"]["model.embed_tokens.weight"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(ConversionError, match="promises"):
+        converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", QUIET)
+
+
+def test_nothing_is_overwritten(hf, tmp_path):
+    (tmp_path / "mcore").mkdir()
+    (tmp_path / "mcore/mine").write_text("mine")
+    with pytest.raises(ConversionError, match="exists and is not overwritten"):
+        converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore"]
+    (tmp_path / "mcore/mine").unlink()
+    converter.to_mcore(hf, tmp_path / "mcore", QUIET)  # an empty directory is as good as none
+    before = hashes(tmp_path / "mcore")
+    with pytest.raises(ConversionError, match="exists and is not overwritten"):
+        converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+    assert hashes(tmp_path / "mcore") == before
+
+
+def test_half_a_conversion_is_continued_with_the_same_input_only(hf, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        converter, "finish_mcore", lambda *_: (_ for _ in ()).throw(ConversionError("stopped"))
+    )
+    with pytest.raises(ConversionError, match="stopped"):
+        converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+    monkeypatch.undo()
+    with pytest.raises(ConversionError, match="half a conversion of other weights or with other options"):
+        converter.to_mcore(hf, tmp_path / "mcore", replace(QUIET, dtype="float32"))
+    os.utime(hf / "model.safetensors", (1, 1))
+    with pytest.raises(ConversionError, match="half a conversion of other weights"):
+        converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+
+
+def test_two_conversions_to_one_place(hf, tmp_path):
+    import fcntl
+
+    with open(tmp_path / "mcore.partial.journal", "w") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(ConversionError, match="another conversion is writing"):
+            converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+    assert (tmp_path / "mcore.partial.journal").exists()
+
+
+def test_a_full_disk_is_noticed_before_writing(hf, tmp_path, monkeypatch):
+    real = os.statvfs
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: os.statvfs_result([*real(path)[:3], 1, 1, *real(path)[5:]])
+    )
+    with pytest.raises(ConversionError, match="GB are needed; nothing was written"):
+        converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_verify_names_the_tensor_that_changed(hf, tmp_path):
+    converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+    converter.verify(hf, tmp_path / "mcore", QUIET)
+    (file,) = (tmp_path / "mcore").glob("__0_0.distcp")
+    raw = load_file(hf / "model.safetensors")[DOWN].view(torch.uint8).numpy().tobytes()
+    content = bytearray(file.read_bytes())
+    assert content.count(raw) == 1
+    content[content.find(raw) + 40] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConversionError, match=f"{re.escape(DOWN)} differs .* in row 1"):
+        converter.verify(hf, tmp_path / "mcore", QUIET)
+
+
+def test_verify_comes_before_the_output_appears(hf, tmp_path, monkeypatch):
+    write = converter.write_exactly
+    monkeypatch.setattr(
+        converter,
+        "write_exactly",
+        lambda fd, data, at: write(fd, bytes(len(data)) if len(data) == 1024 else data, at),
+    )
+    with pytest.raises(ConversionError, match="differs from"):
+        converter.to_mcore(hf, tmp_path / "mcore", replace(QUIET, verify=True))
+    assert not (tmp_path / "mcore").exists()
+
+
+def test_damaged_checkpoints_are_named(hf, tmp_path):
+    converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+    file = tmp_path / "mcore/__0_0.distcp"
+    content = file.read_bytes()
+    for damage, message in ((content[:-2000], "damaged|too early"), (bytes(len(content)), "file is damaged")):
+        file.write_bytes(damage)
+        with pytest.raises(ConversionError, match=message):
+            converter.to_hf(tmp_path / "mcore", hf, tmp_path / "back", QUIET)
+        for path in (*(tmp_path / "back.partial").iterdir(), tmp_path / "back.partial.journal"):
+            path.unlink()
+        (tmp_path / "back.partial").rmdir()
+    file.unlink()
+    with pytest.raises(ConversionError, match="__0_0.distcp: No such file"):
+        converter.to_hf(tmp_path / "mcore", hf, tmp_path / "back", QUIET)
+    (tmp_path / "mcore/metadata.json").unlink()
+    with pytest.raises(ConversionError, match="no complete Megatron checkpoint"):
+        converter.to_hf(tmp_path / "mcore", hf, tmp_path / "back2", QUIET)
+
+
+def test_a_checkpoint_of_another_model_is_refused(hf, tmp_path):
+    converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+    (hf / "config.json").write_text(
+        json.dumps(TINY["qwen3_moe"] | {"num_experts": 5, "tie_word_embeddings": True})
+    )
+    with pytest.raises(
+        ConversionError,
+        match=r"extra: output_layer.weight; .*router.weight \(4, 4, 32\) instead of \(4, 5, 32\)",
+    ):
+        converter.to_hf(tmp_path / "mcore", hf, tmp_path / "back", QUIET)
+
+
+def test_a_padded_vocabulary_is_cut(hf, tmp_path):
+    """Megatron pads the vocabulary for some TP sizes; Hugging Face does not want the padding."""
+    make_model(tmp_path / "padded", TINY["qwen3_moe"] | {"vocab_size": 128}, files=1)
+    converter.to_mcore(tmp_path / "padded", tmp_path / "mcore", QUIET)
+    converter.to_hf(tmp_path / "mcore", hf, tmp_path / "back", replace(QUIET, verify=True))
+    assert torch.equal(
+        weights_of(tmp_path / "back")["lm_head.weight"],
+        weights_of(tmp_path / "padded")["lm_head.weight"][:96],
+    )
+
+
+def test_float16_overflow_is_an_error(tmp_path):
+    weights = make_model(tmp_path / "hf", TINY["qwen3"], torch.float32, files=1)
+    weights["model.norm.weight"][3] = 1e6
+    save_file(weights, tmp_path / "hf/model.safetensors")
+    with pytest.raises(ConversionError, match="model.norm.weight does not fit into float16"):
+        converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", replace(QUIET, dtype="float16"))
+
+
+def test_an_ep_size_that_does_not_divide_the_experts(hf, tmp_path):
+    with pytest.raises(ConversionError, match="--ep_size 3 does not divide the 4 experts"):
+        converter.to_mcore(hf, tmp_path / "mcore", replace(QUIET, layout="grouped", ep_size=3))
+
+
+# -------------------------------------------------------------------------------- command line
+
+
+def command(root, *arguments, launcher=(), **environment):
+    return subprocess.run(
+        [sys.executable, *launcher, str(root / "converter_hf_to_mcore.py"), *map(str, arguments)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.timeout(120)
+def test_the_documented_torchrun_command(root, hf, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "16")
+    result = command(
+        root,
+        "--hf_model_path",
+        hf,
+        "--output_path",
+        tmp_path / "mcore",
+        "--trust_remote_code",
+        "--use_cpu_initialization",
+        launcher=launcher,
+        USE_ALLTOALL_OVERLAP="1",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "(grouped layout)" in result.stdout
+    assert equal(load_with_torch(tmp_path / "mcore"), reference(weights_of(hf), TINY["qwen3_moe"]))
+
+
+@pytest.mark.timeout(180)
+def test_command_line_there_and_back(root, hf, tmp_path):
+    there = command(
+        root,
+        "--hf_model_path",
+        hf,
+        "--output_path",
+        tmp_path / "deep/mcore",
+        "--verify",
+        "--dtype",
+        "float32",
+    )
+    assert there.returncode == 0 and "(default layout)" in there.stdout, there.stderr
+    assert re.search(r"to mcore \[#+\] 100.0% .* GB/s ETA 0 s", there.stderr)
+    checked = command(root, "--hf_model_path", hf, "--mcore_path", tmp_path / "deep/mcore", "--verify_only")
+    assert checked.returncode == 0, checked.stderr
+    back = command(
+        root,
+        "--to",
+        "hf",
+        "--mcore_path",
+        tmp_path / "deep/mcore",
+        "--hf_model_path",
+        hf,
+        "--output_path",
+        tmp_path / "back",
+        "--dtype",
+        "bfloat16",
+        "--quiet",
+    )
+    assert back.returncode == 0 and not back.stderr, back.stderr
+    assert equal(weights_of(tmp_path / "back"), weights_of(hf))
+    again = command(root, "--hf_model_path", hf, "--output_path", tmp_path / "deep/mcore")
+    assert again.returncode == 1 and "ERROR: " in again.stderr and "not overwritten" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--output_path", "x"),
+        ("--hf_model_path", "x"),
+        ("--hf_model_path", "x", "--output_path", "y", "--to", "hf"),
+        ("--hf_model_path", "x", "--output_path", "y", "--workers", "0"),
+        ("--hf_model_path", "x", "--output_path", "y", "--mcore_path", "z"),
+    ],
+)
+def test_unusable_arguments(root, arguments):
+    assert command(root, *arguments).returncode == 2
+
+
+def test_an_unknown_switch_is_refused(root, hf, tmp_path):
+    result = command(
+        root, "--hf_model_path", hf, "--output_path", tmp_path / "mcore", USE_ALLTOALL_OVERLAP="yes"
+    )
+    assert result.returncode == 2 and "neither 0 nor 1" in result.stderr
