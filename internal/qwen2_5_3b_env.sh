@@ -1,0 +1,4 @@
+# shellcheck shell=bash
+# Environment of the recipes of Qwen2.5-3B, without graphs. Set a variable before to override it, NPU_SERIES=a2 for Atlas
+# 800T A2.
+. "$(dirname "${BASH_SOURCE[0]}")/npu_env.sh"

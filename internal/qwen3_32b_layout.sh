@@ -1,0 +1,41 @@
+# shellcheck shell=bash
+# Sourced by the Megatron recipes of Qwen3-32B (64 layers, 8 query groups): how the model lies on the dies.
+
+# qwen3_32b_layout: append to ARGS. Reads DIES, CP, MAX_PROMPT, MAX_RESPONSE, MAX_NUM_SEQS, GRAPH_SIZES and GPU_MEMORY.
+qwen3_32b_layout() {
+    # 8 query groups allow TP8; a server of vLLM for each 8 dies.
+    local TP=8 PP=2 GEN_TP=8 t=actor_rollout_ref.actor.megatron.override_transformer_config
+    whole "$DIES" $((TP * PP * CP)) "DIES must be a multiple of TP x PP x CP = $TP x $PP x $CP"
+
+    ARGS+=(
+        actor_rollout_ref.model.path="$MODEL_PATH"
+        actor_rollout_ref.actor.strategy=megatron
+        actor_rollout_ref.actor.megatron.use_mbridge=True   # reads and writes the Hugging Face weights
+        actor_rollout_ref.actor.megatron.tensor_model_parallel_size="$TP"
+        actor_rollout_ref.actor.megatron.sequence_parallel=True
+        actor_rollout_ref.actor.megatron.pipeline_model_parallel_size="$PP"
+        actor_rollout_ref.actor.megatron.param_offload=True
+        actor_rollout_ref.actor.megatron.grad_offload=True
+        actor_rollout_ref.ref.megatron.param_offload=True
+        actor_rollout_ref.actor.use_torch_compile=False
+        # Keep the input of each layer only; compute the rest again in the backward pass.
+        "$t".recompute_granularity=full
+        "$t".recompute_method=uniform
+        "$t".recompute_num_layers=1
+
+        actor_rollout_ref.rollout.name=vllm
+        actor_rollout_ref.rollout.tensor_model_parallel_size="$GEN_TP"
+        actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY"
+        actor_rollout_ref.rollout.max_model_len=$((MAX_PROMPT + MAX_RESPONSE))
+        actor_rollout_ref.rollout.max_num_batched_tokens=$((MAX_PROMPT + MAX_RESPONSE))
+        actor_rollout_ref.rollout.max_num_seqs="$MAX_NUM_SEQS"
+        actor_rollout_ref.rollout.enable_chunked_prefill=True
+        actor_rollout_ref.rollout.enforce_eager=False
+        actor_rollout_ref.rollout.cudagraph_capture_sizes="$GRAPH_SIZES"
+        +actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY
+        actor_rollout_ref.rollout.calculate_log_probs=True  # training/rollout_probs_diff_*: is it the same model?
+    )
+    mindspeed
+    swap_optimizer
+    ring_attention
+}

@@ -1,0 +1,256 @@
+# shellcheck shell=bash
+# Sourced after common.sh by the recipes of real models: where they run, their inputs, what all of them share, and
+# SMOKE=1. Functions that take no arguments append to the array ARGS of the recipe.
+
+smoking() {
+    [ "${SMOKE:-0}" = 1 ]
+}
+
+# dies NNODES NPUS_PER_NODE: the size a recipe is made for, unless variables of these names say otherwise. With SMOKE=1
+# the overrides stay those of that size; NPUS_PER_NODE then counts the workers on this CPU.
+dies() {
+    SMOKE_WORKERS="${NPUS_PER_NODE:-1}"
+    if smoking; then NNODES="$1" NPUS_PER_NODE="$2"; fi
+    NNODES="${NNODES:-$1}" NPUS_PER_NODE="${NPUS_PER_NODE:-$2}"
+    # shellcheck disable=SC2034
+    DIES=$((NNODES * NPUS_PER_NODE))
+}
+
+# whole NUMBER DIVISOR MESSAGE: stop unless DIVISOR divides NUMBER.
+whole() {
+    [ "$2" -gt 0 ] && [ $(($1 % $2)) = 0 ] || die "$3: $1 is not a multiple of $2"
+}
+
+# input PATH WHAT_TO_DO: stop unless an input exists. A dry run needs none, and SMOKE=1 brings its own.
+input() {
+    [ -e "$1" ] || [ "${DRY_RUN:-0}" = 1 ] || smoking || die "'$1' not found; $2"
+}
+
+# inputs MODEL DATASET VALIDATION: set and check MODEL_PATH, TRAIN_FILE, TEST_FILE and OUTPUT_DIR. On several nodes all of
+# them lie on storage that every node sees.
+inputs() {
+    local name
+    name="$(basename "$0" .sh)"
+    MODEL_PATH="${MODEL_PATH:-$ROOT/models/${1##*/}}"
+    TRAIN_FILE="${TRAIN_FILE:-$ROOT/data/$2/train.parquet}"
+    TEST_FILE="${TEST_FILE:-$ROOT/data/$3/test.parquet}"
+    OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/${name#train_}}"
+    input "$MODEL_PATH/config.json" "set MODEL_PATH, or: bash download_weights.sh $1 --out $MODEL_PATH"
+    input "$TRAIN_FILE" "set TRAIN_FILE, or: python -m ascend_rl.data $2 --out $ROOT/data/$2"
+    input "$TEST_FILE" "set TEST_FILE, or: python -m ascend_rl.data $3 --out $ROOT/data/$3"
+}
+
+# Who scores: the answer of a response is compared with the ground truth as mathematics.
+math_reward() {
+    ARGS+=(
+        reward.custom_reward_function.path="$ROOT/ascend_rl/math_reward.py"
+        reward.custom_reward_function.name=compute_score
+    )
+}
+
+# DAPO's reward manager, for the penalty on responses that come close to the limit: off, unless OVERLONG is True. Then the
+# last OVERLONG_LEN tokens cost up to OVERLONG_FACTOR.
+overlong_penalty() {
+    ARGS+=(
+        reward.reward_manager.name=dapo
+        +reward.reward_kwargs.max_resp_len="$MAX_RESPONSE"
+        +reward.reward_kwargs.overlong_buffer_cfg.enable="${OVERLONG:-False}"
+        +reward.reward_kwargs.overlong_buffer_cfg.len="$OVERLONG_LEN"
+        +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor="$OVERLONG_FACTOR"
+        +reward.reward_kwargs.overlong_buffer_cfg.log=False
+    )
+}
+
+# DAPO's loss around the loss itself: no KL term, a higher upper bound, tokens weighted alike, and responses sampled by
+# vLLM corrected to what the trainer would have sampled (token ratios, cut at 2).
+dapo_loss() {
+    ARGS+=(
+        algorithm.use_kl_in_reward=False
+        algorithm.kl_ctrl.kl_coef=0.0
+        actor_rollout_ref.actor.use_kl_loss=False
+        actor_rollout_ref.actor.kl_loss_coef=0.0
+        actor_rollout_ref.actor.clip_ratio_low=0.2
+        actor_rollout_ref.actor.clip_ratio_high=0.28
+        actor_rollout_ref.actor.clip_ratio_c=10.0
+        actor_rollout_ref.actor.loss_agg_mode=token-mean
+        algorithm.rollout_correction.rollout_is=token
+        algorithm.rollout_correction.rollout_is_threshold=2.0
+    )
+}
+
+# DAPO's fourth idea, sampling again for groups whose responses are all right or all wrong: verl 0.7.1 has its switch
+# (filter_groups) and nothing that reads it. Such groups then have advantage 0 and train nothing.
+dynamic_sampling() {
+    [ "${DYNAMIC_SAMPLING:-0}" = 0 ] || \
+        die "DYNAMIC_SAMPLING=$DYNAMIC_SAMPLING: verl 0.7.1 has no dynamic sampling; leave it 0"
+    log "this DAPO run has no dynamic sampling: verl 0.7.1 does not have it (docs/recipes.md)"
+}
+
+# Where it runs and where results go. A rollout of 32K responses takes up to two hours, in which ranks wait for each
+# other: verl's 600 s would end the run.
+trainer() {
+    ARGS+=(
+        trainer.device=npu
+        trainer.nnodes="$NNODES"
+        trainer.n_gpus_per_node="$NPUS_PER_NODE"
+        actor_rollout_ref.nccl_timeout=7200
+        "trainer.logger=[console,file,tensorboard]"
+        trainer.project_name=ascend_rl
+        trainer.experiment_name="$(basename "$OUTPUT_DIR")"
+        trainer.default_local_dir="$OUTPUT_DIR/checkpoints"
+        hydra.run.dir="$OUTPUT_DIR/hydra"
+    )
+}
+
+# MindSpeed's options for any Megatron model. `repatch` of verl hands override_transformer_config to MindSpeed.
+mindspeed() {
+    local t=+actor_rollout_ref.actor.megatron.override_transformer_config
+    ARGS+=(
+        "$t".use_flash_attn=True            # TND flash attention; without it "Please set micro_batch_size or use_flash_attn"
+        "$t".use_fused_rotary_pos_emb=True
+        "$t".use_fused_swiglu=True
+    )
+}
+
+# Optimizer states live on the host and come in while a step needs them, overlapped; verl's own offload stays off.
+swap_optimizer() {
+    ARGS+=(
+        +actor_rollout_ref.actor.megatron.override_transformer_config.swap_optimizer=True
+        actor_rollout_ref.actor.megatron.optimizer_offload=False
+    )
+}
+
+# Ring attention over CP dies.
+ring_attention() {
+    local t=+actor_rollout_ref.actor.megatron.override_transformer_config
+    ARGS+=(
+        actor_rollout_ref.actor.megatron.context_parallel_size="$CP"
+        "$t".context_parallel_size="$CP"
+        "$t".context_parallel_algo=megatron_cp_algo
+        "$t".cp_window_size=1
+        "$t".use_cp_send_recv_overlap=True
+        "$t".use_fused_ring_attention_update=True
+        "$t".seq_length=2048                # the side of the compressed causal mask, not a limit
+    )
+}
+
+# What a CPU does not have. SMOKE=1 takes these out of the overrides, if a recipe has them; nothing else is taken out.
+NOT_ON_CPU=(
+    # MindSpeed needs torch_npu: its fused operators, its ring attention, its optimizer and its MoE schedules.
+    use_flash_attn use_fused_rotary_pos_emb use_fused_swiglu swap_optimizer
+    context_parallel_size context_parallel_algo cp_window_size use_cp_send_recv_overlap use_fused_ring_attention_update
+    moe_alltoall_overlap_comm moe_zero_memory gemm_gradient_accumulation_fusion
+    # Read by MindSpeed only; megatron-core does not know the names.
+    seq_length pipeline_num_transformer_layers
+    # TransformerEngine's fused kernel; the stand-in for it has none.
+    moe_permute_fusion
+    # Sizes: how 94 layers are cut into 4 stages.
+    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+)
+
+# smoke dense|moe fsdp|megatron: with SMOKE=1, run the recipe on a CPU: append overrides that replace sizes and devices, and
+# remove NOT_ON_CPU. Algorithm, loss, sampling, reward and strategy stay the recipe's. Call it last.
+smoke() {
+    smoking || return 0
+    local data="$ROOT/data/tiny" t=actor_rollout_ref.actor.megatron.override_transformer_config
+    local updates=$((TRAIN_BATCH / MINI_BATCH)) name argument
+    if [ "$1" = moe ]; then data="$ROOT/data/tiny_moe"; fi
+    if [ "${DRY_RUN:-0}" != 1 ]; then smoke_data "$1" "$data" >&2; fi
+
+    # Sizes: model, data, lengths, batches (as many updates a step as before), parallel sizes, length of the run.
+    local sizes=(
+        actor_rollout_ref.model.path="$data/model"
+        data.train_files="$data/train.parquet"
+        data.val_files="$data/val.parquet"
+        data.train_batch_size=$((4 * updates))
+        data.max_prompt_length=16
+        data.max_response_length=16
+        data.dataloader_num_workers=0
+        actor_rollout_ref.rollout.n=4
+        actor_rollout_ref.actor.ppo_mini_batch_size=4
+        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128
+        actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=128
+        actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=128
+        actor_rollout_ref.rollout.tensor_model_parallel_size=1
+        actor_rollout_ref.rollout.data_parallel_size=1
+        actor_rollout_ref.rollout.expert_parallel_size=1
+        actor_rollout_ref.rollout.max_model_len=64
+        actor_rollout_ref.rollout.max_num_seqs=64
+        actor_rollout_ref.rollout.max_num_batched_tokens=1024
+        actor_rollout_ref.rollout.agent.num_workers=1
+        actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16
+        +actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=128
+        reward.num_workers=1
+        trainer.nnodes=1
+        trainer.n_gpus_per_node="$SMOKE_WORKERS"
+        trainer.total_training_steps="${STEPS:-2}"
+        trainer.val_before_train=False
+        trainer.test_freq=-1
+        trainer.save_freq=-1
+        trainer.resume_mode=disable
+    )
+    # The device: float32, so that rollout and trainer can be compared to 1e-5; nothing to offload to, no graphs, no sleep.
+    local device=(
+        trainer.device=cpu
+        actor_rollout_ref.rollout.dtype=float32
+        actor_rollout_ref.rollout.enforce_eager=True
+        actor_rollout_ref.rollout.free_cache_engine=False
+        +actor_rollout_ref.rollout.enable_sleep_mode=False
+        +actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni
+    )
+    if [ "$2" = megatron ]; then
+        sizes+=(
+            actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1
+            actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1
+            actor_rollout_ref.actor.megatron.context_parallel_size=1
+        )
+        if [ "$1" = moe ]; then
+            sizes+=(actor_rollout_ref.actor.megatron.expert_model_parallel_size="$SMOKE_WORKERS")
+        fi
+        device+=(
+            actor_rollout_ref.actor.megatron.dtype=float32
+            actor_rollout_ref.ref.megatron.dtype=float32
+            actor_rollout_ref.actor.megatron.param_offload=False
+            actor_rollout_ref.actor.megatron.grad_offload=False
+            actor_rollout_ref.actor.megatron.optimizer_offload=False
+            actor_rollout_ref.ref.megatron.param_offload=False
+        )
+    else
+        sizes+=(actor_rollout_ref.actor.ulysses_sequence_parallel_size=1)
+        # Packed sequences, and Ulysses with them, exist for flash attention only.
+        device+=(
+            actor_rollout_ref.model.use_remove_padding=False
+            +actor_rollout_ref.model.override_config.attn_implementation=sdpa
+            actor_rollout_ref.actor.fsdp_config.dtype=float32
+            actor_rollout_ref.actor.fsdp_config.param_offload=False
+            actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+            actor_rollout_ref.ref.fsdp_config.param_offload=False
+        )
+    fi
+    for argument in "${ARGS[@]}"; do
+        case "$argument" in
+        actor_rollout_ref.actor.megatron.use_dist_checkpointing=True)
+            sizes+=(actor_rollout_ref.actor.megatron.dist_checkpointing_path="${data}_mcore") ;;
+        actor_rollout_ref.ref.megatron.use_dist_checkpointing=True)
+            sizes+=(actor_rollout_ref.ref.megatron.dist_checkpointing_path="${data}_mcore") ;;
+        actor_rollout_ref.actor.optim.lr_warmup_steps=*)   # shorter than the run
+            sizes+=(actor_rollout_ref.actor.optim.lr_warmup_steps=1) ;;
+        +reward.reward_kwargs.max_resp_len=*)
+            sizes+=(reward.reward_kwargs.max_resp_len=16 reward.reward_kwargs.overlong_buffer_cfg.len=8) ;;
+        esac
+        for name in "${NOT_ON_CPU[@]}"; do
+            case "$argument" in "+$t.$name="*) device+=("~$t.$name") ;; esac
+        done
+    done
+    ARGS+=("${sizes[@]}" "${device[@]}")
+}
+
+# smoke_data dense|moe DATA_DIR: the tiny model and its task, and for MoE its Megatron checkpoint.
+smoke_data() {
+    if [ "$1" = moe ]; then
+        python -m ascend_rl.tiny --out "$2" --moe --warm-start 0.85
+        [ -e "${2}_mcore" ] || python "$ROOT/converter_hf_to_mcore.py" --hf_model_path "$2/model" --output_path "${2}_mcore"
+    else
+        python -m ascend_rl.tiny --out "$2"
+    fi
+}

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# train_gspo_qwen2_5_3b_8die_fsdp.sh with verl's engine workers, the successors of its legacy workers.
+#
+# Usage:    bash ray_start_npu.sh internal/train_gspo_qwen2_5_3b_8die_engine_workers.sh internal/qwen2_5_3b_env.sh \
+#               [HYDRA_OVERRIDES...]
+# Example:  NPU_SERIES=a2 bash ray_start_npu.sh internal/train_gspo_qwen2_5_3b_8die_engine_workers.sh \
+#               internal/qwen2_5_3b_env.sh
+# Hardware: one Atlas 800T A2 node of 8 NPUs with 64 GB
+# Duration: not published
+#
+# Variables: as in train_gspo_qwen2_5_3b_8die_fsdp.sh, with the defaults below.
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+case "${1:-}" in -h | --help) . "$HERE/common.sh"; usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
+export WORKERS="${WORKERS:-disable}" SAVE_FREQ="${SAVE_FREQ:--1}"
+export OUTPUT_DIR="${OUTPUT_DIR:-$HERE/../outputs/gspo_qwen2_5_3b_8die_engine_workers}"
+exec bash "$HERE/train_gspo_qwen2_5_3b_8die_fsdp.sh" "$@"

@@ -1,0 +1,59 @@
+"""Recipes of large models, each with its own overrides, run for two steps on a CPU by SMOKE=1.
+
+One recipe of each code path; tests/test_recipes.py lists how the others differ from these. A run takes almost
+two minutes, most of it imports, so that two stand for all unless ALL_RECIPES=1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+
+MEGATRON, FSDP = "cpu_megatron_env.sh", "cpu_env.sh"
+# Sampling from the whole distribution: the rollout's probabilities are the trainer's.
+RECIPES = {
+    "grpo_qwen3_235b_128die_true_weight": (MEGATRON, False),    # a Megatron checkpoint, a reference
+    "dapo_qwen3_235b_128die_true_weight": (MEGATRON, False),    # importance sampling
+    "gspo_qwen3_30b_a3b_16die_true_weight": (MEGATRON, True),   # mbridge, 8 updates a step
+    "grpo_qwen3_32b_32die_true_weight": (MEGATRON, True),       # dense, recomputed activations
+    "gspo_qwen3_32b_64die_true_weight": (FSDP, True),           # FSDP2
+    "gspo_qwen2_5_3b_8die_async_server": (FSDP, True),          # FSDP, legacy workers
+    "gspo_qwen2_5_3b_8die_engine_workers": (FSDP, True),
+}
+
+
+IN_BRIEF = ["grpo_qwen3_235b_128die_true_weight", "gspo_qwen2_5_3b_8die_async_server"]
+
+
+@pytest.mark.parametrize("name", RECIPES if os.environ.get("ALL_RECIPES") == "1" else IN_BRIEF)
+def test_two_steps(root, tmp_path, nothing_left_behind, same_probabilities, name):
+    environment, whole_distribution = RECIPES[name]
+    output = tmp_path / "run"
+    run = subprocess.run(
+        ["bash", "ray_start_npu.sh", f"internal/train_{name}.sh", f"internal/{environment}"],
+        cwd=root, capture_output=True, text=True, timeout=360,
+        env=os.environ | {"SMOKE": "1", "NPUS_PER_NODE": "1", "OUTPUT_DIR": str(output),
+                          "RUN_DEADLINE_S": "340", "START_DEADLINE_S": "300", "STALL_DEADLINE_S": "90"},
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    rows = [json.loads(line)["data"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "actor/pg_loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert math.isfinite(row["actor/pg_loss"])
+    assert max(row["actor/grad_norm"] for row in rows) > 0  # a step whose groups are all alike has none
+    if whole_distribution:
+        same_probabilities(rows)
+    assert max(row["critic/rewards/max"] for row in rows) > 0  # the tiny model sometimes adds right
+    if name.startswith("grpo"):
+        assert abs(rows[0]["actor/kl_loss"]) <= 1e-6  # the reference has the same weights at the start
+    if name.startswith("dapo"):
+        assert rows[0]["rollout_corr/rollout_is_max"] <= 2.0
+    if name.startswith("gspo"):
+        assert "actor/gspo/seq_ratio/p05" in rows[0]

@@ -1,0 +1,327 @@
+"""Every recipe of internal/: its configuration is what verl accepts, what was published, and fits the dies.
+
+Nothing runs here; tests/e2e/test_recipes_smoke.py runs them. SMOKE=1 may change sizes and devices and
+nothing else: the keys it may touch are listed below, and how each recipe that is not run differs from one
+that is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from ascend_rl.lint import lint
+
+INTERNAL = Path(__file__).resolve().parent.parent / "internal"
+NAMES = sorted(p.stem.removeprefix("train_") for p in INTERNAL.glob("train_*.sh") if "tiny" not in p.stem)
+# layers, attention heads, query groups, experts
+MODELS = {"235b": (94, 64, 4, 128), "30b": (48, 32, 4, 128), "32b": (64, 64, 8, 0), "3b": (36, 16, 2, 0)}
+TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
+
+# What SMOKE=1 may change, as in internal/recipe.sh.
+SIZES = """
+actor_rollout_ref.model.path data.train_files data.val_files data.train_batch_size data.max_prompt_length
+data.max_response_length data.dataloader_num_workers actor_rollout_ref.rollout.n
+actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+actor_rollout_ref.ref.log_prob_max_token_len_per_gpu
+actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
+actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.data_parallel_size
+actor_rollout_ref.rollout.expert_parallel_size actor_rollout_ref.rollout.max_model_len
+actor_rollout_ref.rollout.max_num_seqs actor_rollout_ref.rollout.max_num_batched_tokens
+actor_rollout_ref.rollout.agent.num_workers
+actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override reward.num_workers
+reward.reward_kwargs.max_resp_len reward.reward_kwargs.overlong_buffer_cfg.len
+actor_rollout_ref.actor.ulysses_sequence_parallel_size
+actor_rollout_ref.actor.megatron.tensor_model_parallel_size
+actor_rollout_ref.actor.megatron.pipeline_model_parallel_size
+actor_rollout_ref.actor.megatron.context_parallel_size
+actor_rollout_ref.actor.megatron.expert_model_parallel_size
+actor_rollout_ref.actor.megatron.dist_checkpointing_path
+actor_rollout_ref.ref.megatron.dist_checkpointing_path actor_rollout_ref.actor.optim.lr_warmup_steps
+trainer.nnodes trainer.n_gpus_per_node
+trainer.total_training_steps trainer.val_before_train trainer.test_freq trainer.save_freq
+trainer.resume_mode
+""".split()
+DEVICE = """
+trainer.device actor_rollout_ref.rollout.dtype actor_rollout_ref.rollout.enforce_eager
+actor_rollout_ref.rollout.free_cache_engine actor_rollout_ref.rollout.enable_sleep_mode
+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend
+actor_rollout_ref.actor.megatron.dtype actor_rollout_ref.ref.megatron.dtype
+actor_rollout_ref.actor.megatron.param_offload actor_rollout_ref.actor.megatron.grad_offload
+actor_rollout_ref.actor.megatron.optimizer_offload actor_rollout_ref.ref.megatron.param_offload
+actor_rollout_ref.model.use_remove_padding actor_rollout_ref.model.override_config.attn_implementation
+actor_rollout_ref.actor.fsdp_config.dtype actor_rollout_ref.actor.fsdp_config.param_offload
+actor_rollout_ref.actor.fsdp_config.optimizer_offload actor_rollout_ref.ref.fsdp_config.param_offload
+actor_rollout_ref.ref.fsdp_config.dtype
+""".split() + [f"{TRANSFORMER}.{key}" for key in """
+use_flash_attn use_fused_rotary_pos_emb use_fused_swiglu swap_optimizer context_parallel_size
+context_parallel_algo cp_window_size use_cp_send_recv_overlap use_fused_ring_attention_update
+moe_alltoall_overlap_comm moe_zero_memory gemm_gradient_accumulation_fusion seq_length
+pipeline_num_transformer_layers moe_permute_fusion num_layers_in_first_pipeline_stage
+num_layers_in_last_pipeline_stage
+""".split()]
+NAMING = {"trainer.experiment_name", "trainer.default_local_dir"}
+
+# Recipes that are not run on a CPU: one that is, and how its smoke run would differ from that one's.
+DAPO_LOSS = {
+    "algorithm.kl_ctrl.kl_coef", "algorithm.rollout_correction.rollout_is",
+    "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_coef",
+    "actor_rollout_ref.actor.clip_ratio_high", "actor_rollout_ref.actor.clip_ratio_c",
+    "reward.reward_manager.name", "reward.reward_kwargs.max_resp_len",
+    *(f"reward.reward_kwargs.overlong_buffer_cfg.{key}"
+      for key in ("enable", "len", "penalty_factor", "log")),
+}
+GSPO_LOSS = {"actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.loss_agg_mode",
+             "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"}
+NOT_RUN = {
+    "grpo_qwen3_235b_128die_random_init": ("grpo_qwen3_235b_128die_true_weight", {
+        "actor_rollout_ref.actor.load_weight", "actor_rollout_ref.ref.load_weight",
+        "actor_rollout_ref.actor.use_dynamic_bsz", "actor_rollout_ref.rollout.gpu_memory_utilization",
+        *(f"actor_rollout_ref.{part}.megatron.{key}" for part in ("actor", "ref")
+          for key in ("use_dist_checkpointing", "dist_checkpointing_path"))}),
+    "gspo_qwen3_235b_128die_true_weight": ("grpo_qwen3_235b_128die_true_weight", GSPO_LOSS | {
+        "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_coef",
+        "data.train_batch_size"}),
+    "dapo_qwen3_32b_32die_true_weight": ("grpo_qwen3_32b_32die_true_weight", DAPO_LOSS),
+    "grpo_qwen3_30b_a3b_16die_true_weight": ("gspo_qwen3_30b_a3b_16die_true_weight", GSPO_LOSS),
+    "gspo_qwen2_5_3b_8die_fsdp": ("gspo_qwen2_5_3b_8die_async_server", set()),
+}
+
+
+def dry_run(name: str, **variables: str) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NPUS_PER_NODE", "SMOKE")}
+    return subprocess.run(["bash", INTERNAL / f"train_{name}.sh"], capture_output=True, text=True, timeout=60,
+                          env=environment | {"DRY_RUN": "1"} | variables)
+
+
+def resolve(arguments: list[str]):
+    """The configuration that verl would get."""
+    import verl
+
+    name = next((a.split("=")[1] for a in arguments if a.startswith("--config-name=")), "ppo_trainer")
+    overrides = [a for a in arguments if not a.startswith(("--config-name=", "hydra."))]
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+        return compose(name, overrides)
+
+
+@pytest.fixture(scope="module")
+def lists() -> dict[tuple[str, bool], list[str]]:
+    """(recipe, smoke) -> its arguments."""
+    def arguments(case):
+        run = dry_run(case[0], SMOKE=str(int(case[1])))
+        assert run.returncode == 0, run.stderr
+        printed = json.loads(run.stdout)
+        assert printed["module"] == "verl.trainer.main_ppo"
+        return case, printed["args"]
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(pool.map(arguments, [(name, smoke) for name in NAMES for smoke in (False, True)]))
+
+
+@pytest.fixture(scope="module")
+def configs(lists):
+    """(recipe, smoke) -> its configuration."""
+    return {case: resolve(arguments) for case, arguments in lists.items()}
+
+
+def flat(config, prefix: str = "") -> dict[str, object]:
+    """Leaves by their dotted names, references unresolved."""
+    leaves = {}
+    for key, value in OmegaConf.to_container(config).items() if prefix == "" else config.items():
+        name = f"{prefix}{key}"
+        leaves |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return leaves
+
+
+def differences(one, other) -> set[str]:
+    one, other = flat(one), flat(other)
+    return {key for key in one.keys() | other.keys() if one.get(key, "absent") != other.get(key, "absent")}
+
+
+def model_of(name: str) -> tuple[int, int, int, int]:
+    return next(shape for size, shape in MODELS.items() if f"_{size}_" in name)
+
+
+def test_the_matrix_is_complete():
+    assert set(NOT_RUN) < set(NAMES) and len(NAMES) == 12
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("smoke", [False, True])
+def test_verl_accepts_the_configuration(configs, name, smoke):
+    """Unknown keys, and + on known ones, fail in `configs` already; here verl's own checks."""
+    from verl.experimental.reward_loop import migrate_legacy_reward_impl
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    config = migrate_legacy_reward_impl(configs[name, smoke].copy())
+    OmegaConf.resolve(config)
+    validate_config(config, use_reference_policy=config.actor_rollout_ref.actor.use_kl_loss, use_critic=False)
+    omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    assert Path(config.reward.custom_reward_function.path).name == "math_reward.py"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_linter_has_nothing_against_it(name):
+    kind = "2_5_3b" if "2_5" in name else next(kind for kind in ("235b", "30b_a3b", "32b") if kind in name)
+    environment = next(INTERNAL.glob(f"qwen*{kind}_env.sh"))
+    found = lint(INTERNAL / f"train_{name}.sh", environment)
+    assert [finding for finding in found if finding.severity != "info"] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_said_twice(lists, name):
+    keys = [argument.lstrip("+").partition("=")[0] for argument in lists[name, False]]
+    assert len(keys) == len(set(keys)), sorted(key for key in set(keys) if keys.count(key) > 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_fits_the_dies(configs, name):
+    config = configs[name, False]
+    layers, heads, groups, experts = model_of(name)
+    actor, rollout, data = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.data
+    dies = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    assert dies == int(name.partition("die")[0].rpartition("_")[2])
+    longest = data.max_prompt_length + data.max_response_length
+    if actor.strategy == "megatron":
+        m = actor.megatron
+        tp, pp, cut = m.tensor_model_parallel_size, m.pipeline_model_parallel_size, m.context_parallel_size
+        assert dies % (tp * pp * cut) == 0 and groups % tp == 0
+        ends = m.override_transformer_config.get("num_layers_in_first_pipeline_stage")
+        assert layers % pp == 0 if ends is None else (layers - 2 * ends) % (pp - 2) == 0
+        if experts:
+            ep = m.expert_model_parallel_size
+            assert experts % ep == 0 and dies % (ep * m.expert_tensor_parallel_size * pp) == 0
+        data_parallel = dies // (tp * pp * cut)
+    else:
+        cut = actor.ulysses_sequence_parallel_size
+        assert dies % cut == 0 and heads % cut == 0
+        data_parallel = dies // cut
+    if actor.use_dynamic_bsz:
+        reference = config.actor_rollout_ref.ref
+        budgets = (actor.ppo_max_token_len_per_gpu, reference.log_prob_max_token_len_per_gpu,
+                   rollout.log_prob_max_token_len_per_gpu)
+        assert all(budget * cut >= longest for budget in budgets)
+    assert data.train_batch_size % actor.ppo_mini_batch_size == 0
+    assert actor.ppo_mini_batch_size * rollout.n % data_parallel == 0
+    # The rollout.
+    replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    assert dies % replica == 0 and (groups % rollout.tensor_model_parallel_size == 0)
+    assert rollout.expert_parallel_size in (1, replica)
+    if rollout.data_parallel_size > 1:
+        assert rollout.expert_parallel_size == replica and experts % replica == 0
+    assert rollout.max_model_len == rollout.max_num_batched_tokens == longest
+    if not rollout.enforce_eager:
+        sizes = list(rollout.cudagraph_capture_sizes)
+        assert sizes == sorted(sizes) and sizes[-1] == rollout.max_num_seqs
+        assert rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode == "FULL_DECODE_ONLY"
+
+
+GRAPHS_235B, GRAPHS_DAPO, GRAPHS_32B = [32, 64, 128, 256], [8, 16, 32, 64], [16, 32, 64, 128]
+
+
+@pytest.mark.parametrize(("name", "published"), {
+    "grpo_qwen3_235b_128die_random_init": (8, 32768, 512, 256, GRAPHS_235B, .85, (4, 4, 8, 32), (4, 32, 128)),
+    "grpo_qwen3_235b_128die_true_weight": (8, 32768, 512, 256, GRAPHS_235B, .87, (4, 4, 4, 32), (4, 32, 128)),
+    "dapo_qwen3_235b_128die_true_weight": (8, 34816, 128, 64, GRAPHS_DAPO, .85, (4, 4, 4, 32), (4, 32, 128)),
+    "grpo_qwen3_32b_32die_true_weight": (2, 34816, 32, 128, GRAPHS_32B, .87, (8, 2, 2, 1), (8, 1, 1)),
+    "dapo_qwen3_32b_32die_true_weight": (2, 34816, 32, 128, GRAPHS_32B, .87, (8, 2, 2, 1), (8, 1, 1)),
+}.items())
+def test_published_parameters(configs, name, published):
+    config = configs[name, False]
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    m = actor.megatron
+    assert published == (
+        config.trainer.nnodes, config.data.max_response_length, config.data.train_batch_size,
+        rollout.max_num_seqs, rollout.cudagraph_capture_sizes, rollout.gpu_memory_utilization,
+        (m.tensor_model_parallel_size, m.pipeline_model_parallel_size, m.context_parallel_size,
+         m.expert_model_parallel_size),
+        (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.expert_parallel_size))
+    assert (config.data.max_prompt_length, rollout.n, rollout.temperature) == (2048, 16, 0.9)
+    assert (actor.optim.lr, actor.optim.clip_grad) == (1e-6, 10000)
+    assert (rollout.top_k, rollout.top_p) == ((50, 0.9) if "235b" in name else (-1, 1))
+    if name.startswith("dapo"):
+        assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.28, 10)
+        correction = config.algorithm.rollout_correction
+        assert (correction.rollout_is, correction.rollout_is_threshold) == ("token", 2)
+        assert not actor.use_kl_loss
+        assert not config.reward.reward_kwargs.overlong_buffer_cfg.enable
+    else:
+        assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.001, "low_var_kl")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_smoke_changes_sizes_and_devices_only(lists, configs, name):
+    plain, smoke = lists[name, False], lists[name, True]
+    assert smoke[: len(plain)] == plain  # the recipe's own list, then the overlay
+    changed = differences(configs[name, False], configs[name, True])
+    assert changed <= {*SIZES, *DEVICE}
+    updates = 8 if "_30b_" in name else 4 if "gspo" in name else 1
+    for config in (configs[name, False], configs[name, True]):
+        assert config.data.train_batch_size == updates * config.actor_rollout_ref.actor.ppo_mini_batch_size
+
+
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_a_recipe_that_is_not_run_differs_from_one_that_is_by_what_is_listed(configs, name):
+    like, by = NOT_RUN[name]
+    assert like not in NOT_RUN
+    assert differences(configs[name, True], configs[like, True]) - NAMING == by
+
+
+def test_the_twins_differ_by_what_their_names_say(configs):
+    engine, legacy, server = (configs[f"gspo_qwen2_5_3b_8die_{kind}", False]
+                              for kind in ("engine_workers", "fsdp", "async_server"))
+    assert differences(engine, legacy) - NAMING == {"trainer.use_legacy_worker_impl", "trainer.save_freq"}
+    assert differences(server, legacy) - NAMING == {"trainer.save_freq"}
+    gspo, grpo = (configs[f"{kind}_qwen3_30b_a3b_16die_true_weight", False] for kind in ("gspo", "grpo"))
+    assert differences(gspo, grpo) - NAMING == GSPO_LOSS
+
+
+def test_four_nodes_give_the_published_layout_of_the_30b():
+    config = resolve(json.loads(dry_run("gspo_qwen3_30b_a3b_16die_true_weight", NNODES="4").stdout)["args"])
+    assert config.actor_rollout_ref.actor.megatron.expert_model_parallel_size == 8
+    assert config.actor_rollout_ref.rollout.data_parallel_size == 8
+
+
+@pytest.mark.parametrize(("name", "variables", "message"), [
+    ("grpo_qwen3_235b_128die_true_weight", {"NNODES": "3"}, "multiple of TP x PP x CP = 4 x 4 x 4: 48"),
+    ("grpo_qwen3_235b_128die_random_init", {"NNODES": "16"}, "128 experts over 256 dies"),
+    ("grpo_qwen3_32b_32die_true_weight", {"NPUS_PER_NODE": "8"}, "multiple of TP x PP x CP = 8 x 2 x 2: 16"),
+    ("dapo_qwen3_32b_32die_true_weight", {"DYNAMIC_SAMPLING": "1"}, "verl 0.7.1 has no dynamic sampling"),
+    ("gspo_qwen3_32b_64die_true_weight", {"DRY_RUN": "0"}, "bash download_weights.sh Qwen/Qwen3-32B --out"),
+    ("gspo_qwen2_5_3b_8die_fsdp", {"DRY_RUN": "0", "MODEL_PATH": "data/tiny/model"}, "ascend_rl.data gsm8k"),
+])
+def test_what_is_missing_or_does_not_fit_is_said(tiny, root, tmp_path, name, variables, message):
+    paths = {"MODEL_PATH": str(tmp_path), "TRAIN_FILE": str(tmp_path / "none")} | variables
+    paths["MODEL_PATH"] = str(root / paths["MODEL_PATH"])
+    run = dry_run(name, **paths)
+    assert run.returncode == 1 and message in run.stderr and not run.stdout
+
+
+def test_a_dapo_run_says_that_it_does_not_filter():
+    assert "no dynamic sampling" in dry_run("dapo_qwen3_235b_128die_true_weight").stderr
+
+
+def test_environments_differ_between_a2_and_a3_and_yield_to_the_user():
+    def environment(name: str, **variables: str) -> dict[str, str]:
+        command = ["bash", "-euo", "pipefail", "-c", f". {INTERNAL}/{name}_env.sh; env -0"]
+        run = subprocess.run(command, capture_output=True, text=True, check=True,
+                             env={"PATH": "/usr/bin:/bin"} | variables)
+        return dict(entry.split("=", 1) for entry in run.stdout.split("\0") if "=" in entry)
+
+    a3, a2 = environment("qwen3_235b"), environment("qwen3_235b", NPU_SERIES="a2")
+    assert (a3["NPUS_PER_NODE"], a2["NPUS_PER_NODE"]) == ("16", "8")
+    assert "HCCL_INTRA_ROCE_ENABLE" not in a3 and a2["HCCL_INTRA_ROCE_ENABLE"] == "0"
+    assert a3["USE_ALLTOALL_OVERLAP"] == a3["ALL_TO_ALL_RESHARD"] == a3["TASK_QUEUE_ENABLE"] == "1"
+    assert "USE_ALLTOALL_OVERLAP" not in environment("qwen3_32b")
+    assert environment("qwen2_5_3b")["TASK_QUEUE_ENABLE"] == "2"  # no graphs
+    assert environment("qwen3_32b", TASK_QUEUE_ENABLE="0", HCCL_BUFFSIZE="9")["TASK_QUEUE_ENABLE"] == "0"
+    with pytest.raises(subprocess.CalledProcessError):
+        environment("qwen3_32b", NPU_SERIES="b7")
