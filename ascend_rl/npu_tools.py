@@ -1,0 +1,191 @@
+"""Run npu-smi and hccn_tool, and read what they print.
+
+The tools of the Ascend driver print tables and lines for people, which differ a little between releases: a
+Phy-ID column and a second chip on A3, "15503/ 65536" without the blank, a column for the process id in a
+container. Every reader here is a pure function of the text, tested on samples of each form (tests/samples/),
+and returns None for what it does not find rather than guessing. `run` is the only function that starts a
+process: with a deadline, without a shell, and with the output of a tool that hangs thrown away.
+
+Two networks join the dies of different nodes. RoCE: address by `-ip`, link by `-link`, test by `-ping`. On A3
+also HCCS inside a super node: address and link by `-vnic`, test by `-hccs_ping`; there the RoCE link may be
+DOWN while everything works.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+DEADLINE_S = 10.0  # npu-smi answers in about a second; one that hangs tells of a hung driver
+# Where the driver puts them when they are not on PATH.
+USUAL_PLACES = {"npu-smi": "/usr/local/bin/npu-smi", "hccn_tool": "/usr/local/Ascend/driver/tools/hccn_tool"}
+
+
+class ToolError(Exception):
+    """A tool of the driver is absent, failed, hung, or printed something unknown; the text says which."""
+
+
+@dataclass(frozen=True)
+class Die:
+    """One row pair of `npu-smi info`; an A3 NPU has two chips (dies)."""
+
+    npu: int
+    chip: int
+    index: int  # as in ASCEND_RT_VISIBLE_DEVICES and `hccn_tool -i`
+    name: str
+    health: str  # "OK", or "Warning", "Alarm", "Critical", "UNKNOWN"
+    hbm_used_mb: int | None
+    hbm_total_mb: int | None
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process on a die, as far as npu-smi sees it: those of other containers may be missing."""
+
+    npu: int
+    chip: int
+    pid: int
+    name: str
+    memory_mb: int
+
+
+def find(name: str, env: Mapping[str, str]) -> str | None:
+    """The path of a tool, on PATH or where the driver puts it."""
+    program = shutil.which(name, path=env.get("PATH")) or USUAL_PLACES.get(name)
+    return program if program and os.access(program, os.X_OK) else None
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S) -> str:
+    """The standard output of a tool.
+
+    Raises:
+        ToolError: it is absent, fails, or does not end before the deadline; then it is killed.
+    """
+    env = os.environ if env is None else env
+    name = command[0]
+    program = find(name, env)
+    if not program:
+        raise ToolError(f"{name} is not on PATH")
+    try:
+        process = subprocess.Popen(
+            [program, *command[1:]],
+            env={**env, "LC_ALL": "C"},
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    except OSError as error:  # a binary for another machine, for example
+        raise ToolError(f"{name} cannot be run: {error.strerror}") from None
+    try:
+        out, err = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()  # one stuck in the driver cannot be waited for
+        process.stderr.close()
+        raise ToolError(f"`{' '.join(command)}` did not answer within {deadline_s:.0f} s") from None
+    if process.returncode:
+        said = (err.strip() or out.strip() or "no message").splitlines()[-1]
+        raise ToolError(f"`{' '.join(command)}` failed with status {process.returncode}: {said.strip()}")
+    return out
+
+
+def parse_npu_smi(text: str) -> tuple[list[Die], list[Process]]:
+    """Dies and processes in the table of `npu-smi info`.
+
+    Raises:
+        ToolError: there is no die in it; npu-smi also ends with status 0 when it found no driver.
+    """
+    dies: list[Die] = []
+    processes: list[Process] = []
+    head: tuple[int, str, str] | None = None  # npu, name, health: the first row of a pair
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        words = cells[0].split()
+        if len(cells) < 3 or not words or not words[0].isdigit():
+            continue
+        if len(cells) > 3:  # the second table
+            if len(words) == 2 and cells[1].isdigit():
+                memory = int(cells[3]) if cells[3].isdigit() else 0
+                processes.append(Process(int(words[0]), int(words[1]), int(cells[1]), cells[2], memory))
+        elif head is None:
+            head = (int(words[0]), " ".join(words[1:]), cells[1])
+        else:
+            usage = re.findall(r"([^\s/]+)\s*/\s*([^\s/]+)", cells[2])  # memory, then HBM
+            used, total = (int(v) if v.isdigit() else None for v in (usage or [("", "")])[-1])
+            index = int(words[1]) if len(words) > 1 and words[1].isdigit() else len(dies)
+            dies.append(Die(head[0], int(words[0]), index, head[1], head[2], used, total))
+            head = None
+    if not dies or head is not None:
+        first = next((line.strip() for line in text.splitlines() if line.strip(" +-=")), "nothing")
+        raise ToolError(f"`npu-smi info` shows no table of dies, it printed: {first}")
+    return dies, processes
+
+
+def parse_fields(text: str) -> list[dict[str, str]]:
+    """`name : value` lines of `npu-smi info -t ...`, one dict for each chip.
+
+    With several chips a "Chip ID" line ends the fields of each; lines before the first empty line (NPU ID,
+    Chip Count) belong to all of them.
+    """
+    header: dict[str, str] = {}
+    blocks: list[dict[str, str]] = []
+    current: dict[str, str] = {}
+    for line in text.splitlines():
+        name, colon, value = line.partition(":")
+        if not line.strip() and not header:
+            header, current = current, {}
+        elif colon:
+            current[name.strip()] = value.strip()
+            if name.strip() == "Chip ID" and len(current) > 1:
+                blocks.append(header | current)
+                current = {}
+    if current or not blocks:
+        blocks.append(header | current)
+    return blocks
+
+
+def parse_equals(text: str) -> dict[str, str]:
+    """`name=value` lines of version.info and ascend_toolkit_install.info, names in lower case."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {name.strip().lower(): value.strip() for name, equals, value in pairs if equals}
+
+
+def parse_link(text: str) -> str | None:
+    """ "UP" or "DOWN", of `-link -g` and of `-vnic -g`."""
+    match = re.search(r"link status:\s*(\w+)", text)
+    return match and match[1].upper()
+
+
+def parse_address(text: str) -> str | None:
+    """The IPv4 address in `-ip -g` or `-vnic -g`; None also for 0.0.0.0."""
+    match = re.search(r"ipaddr:\s*([\d.]+)", text)
+    return match[1] if match and match[1] != "0.0.0.0" else None
+
+
+def parse_tls(text: str) -> int | None:
+    """The switch in `-tls -g`: 1 if connections between dies are encrypted, else 0."""
+    match = re.search(r"tls switch\s*\[(\d)\]", text)
+    return match and int(match[1])
+
+
+def parse_net_health(text: str) -> str | None:
+    """The status in `-net_health -g`: "Success", "Init" (nothing to detect is configured), "Fault", ..."""
+    match = re.search(r"net health status:\s*(.+)", text)
+    return match and match[1].strip()
+
+
+def parse_ping(text: str) -> float | None:
+    """Share of packets lost, 0 to 1, of `-ping -g`, `-hccs_ping -g` and ping(8); None without a summary line.
+
+    Counted from the packets: a search for "0.00% packet loss" would also find "100.00% packet loss".
+    """
+    match = re.search(r"(\d+) packets transmitted, (\d+) (?:packets )?received", text)
+    return 1 - int(match[2]) / int(match[1]) if match and int(match[1]) else None

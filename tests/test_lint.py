@@ -1,0 +1,491 @@
+"""ascend_rl.lint: each mistake in tests/samples/lint is found, and its correction has no finding left.
+
+A sample holds both versions: lines that end in "#-" are the mistake, lines that end in "#+" its correction.
+Its first line names what must be found, exactly; "?" marks what may be found too. The clean runs they start
+from are megatron.bash and fsdp.bash. Rules that need no script of their own are tested by overrides on them.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import json
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ascend_rl import lint as linter
+from ascend_rl.dry_run import dry_run
+from ascend_rl.findings import Finding
+from ascend_rl.lint_engines import piecewise_limit
+from ascend_rl.lint_script import PLACEHOLDER
+from ascend_rl.lint_setup import MODELS, RULES, Geometry, Setup
+from ascend_rl.lint_sizes import SIZES
+from ascend_rl.tuning import LANGUAGES, markdown, table
+from ascend_rl.verl_config import package, resolve
+
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLES = sorted((ROOT / "tests/samples/lint").glob("*.bash"))
+BASES = {path.stem: path for path in SAMPLES if path.stem in ("megatron", "fsdp")}
+MISTAKES = [path for path in SAMPLES if path.stem not in BASES]
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MEGATRON, TRANSFORMER = f"{ACTOR}.megatron", f"{ACTOR}.megatron.override_transformer_config"
+SPECULATE = f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.num_speculative_tokens=3"
+
+
+def checks(findings: list[Finding], *severities: str) -> set[str]:
+    return {finding.check for finding in findings if finding.severity in (severities or ("error", "warning"))}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    """Variables of the machine that runs the tests must not decide."""
+    for name in ("NNODES", "NPUS_PER_NODE", "MASTER_ADDR", "TASK_QUEUE_ENABLE", "VLLM_DP_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def version(sample: Path, keep: str, drop: str, directory: Path) -> Path:
+    """The mistake (keep "#-") or its correction (keep "#+"), next to the files it sources."""
+    for file in sample.parent.iterdir():
+        if file.stem in BASES or file.suffix == ".py":
+            (directory / file.name).write_text(file.read_text())
+    lines = [line for line in sample.read_text().splitlines() if not line.endswith(drop)]
+    script = directory / sample.name
+    script.write_text("".join(line.removesuffix(keep) + "\n" for line in lines))
+    return script
+
+
+@pytest.mark.parametrize("sample", MISTAKES, ids=lambda path: path.stem)
+def test_mistakes_are_found_and_corrections_are_clean(sample, tmp_path):
+    expected = set(sample.read_text().splitlines()[0].removeprefix("# finds: ").split())
+    optional = {name.removeprefix("?") for name in expected if name.startswith("?")}
+    found = linter.lint(version(sample, "#-", "#+", tmp_path))
+    assert checks(found) - optional == {name for name in expected if not name.startswith("?")}
+    assert all(finding.where and finding.why and finding.fix for finding in found)
+    assert checks(linter.lint(version(sample, "#+", "#-", tmp_path))) == set()
+
+
+@pytest.fixture
+def on_base(tmp_path):
+    """A function that writes a script: a base, bash lines, and its start."""
+
+    def write(base: str, lines: str = "") -> Path:
+        script = tmp_path / "train.bash"
+        script.write_text(f'. "{BASES[base]}"\n{lines}\nrun "$@"\n')
+        return script
+
+    return write
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_runs_the_samples_start_from_are_clean(base, on_base):
+    assert checks(linter.lint(on_base(base)), "error", "warning", "info") <= {"rollout.kv_capacity"}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_no_value_breaks_a_rule(base, on_base):
+    """Each number and switch in turn becomes something else; what is not a size is said to be none."""
+    run = dry_run(on_base(base))
+    resolved = resolve(run.module, run.args)
+    for key in resolved.given:
+        *parents, name = key.split(".")
+        node = functools.reduce(dict.__getitem__, parents, resolved.config)
+        kept = node[name]
+        for value in (0, -1, None, "", "abc", [], {}, 2.5, 1 << 40):
+            node[name] = value
+            found = [finding for rule in RULES for finding in rule(Setup(run, resolved, {}))]
+            if key in SIZES and value in (0, -1, "abc"):
+                assert ("parallel.positive", key) in {(finding.check, finding.where) for finding in found}
+        node[name] = kept
+
+
+OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
+    ("config.group", "fsdp", "model_engine=nonesuch"),
+    ("config.interpolation", "fsdp", "trainer.project_name=${nothing.here}"),
+    ("config.syntax", "fsdp", "trainer.logger=[console"),
+    ("config.empty_value", "fsdp", "trainer.experiment_name="),
+    ("parallel.positive", "megatron", f"{MEGATRON}.context_parallel_size=0"),
+    ("parallel.ulysses", "fsdp", f"{ACTOR}.ulysses_sequence_parallel_size=3"),
+    ("parallel.experts", "megatron", f"{MEGATRON}.expert_model_parallel_size=24"),
+    ("parallel.expert_world", "megatron", f"{MEGATRON}.expert_tensor_parallel_size=null"),
+    ("parallel.sequence_parallel", "megatron", f"{MEGATRON}.sequence_parallel=False"),
+    ("parallel.layers", "megatron", f"+{TRANSFORMER}.pipeline_num_transformer_layers=[[23],[24]]"),
+    ("parallel.layers", "megatron", f"{MEGATRON}.pipeline_model_parallel_size=5"),
+    ("parallel.rollout_world", "megatron", f"{ROLLOUT}.data_parallel_size=3"),
+    ("parallel.rollout_node", "megatron", f"{ROLLOUT}.tensor_model_parallel_size=16"),
+    ("parallel.rollout_heads", "fsdp", f"{ROLLOUT}.tensor_model_parallel_size=32"),
+    ("parallel.rollout_experts", "megatron", f"{ROLLOUT}.expert_parallel_size=8"),
+    ("parallel.rollout_pp", "megatron", f"{ROLLOUT}.pipeline_model_parallel_size=2"),
+    ("batch.mini", "megatron", f"{ACTOR}.ppo_mini_batch_size=128"),
+    ("batch.mini_divides", "megatron", f"{ACTOR}.ppo_mini_batch_size=48"),
+    ("batch.ranks", "fsdp", f"{ROLLOUT}.n=1 {ACTOR}.ppo_mini_batch_size=127"),
+    ("batch.dies", "fsdp", f"{ROLLOUT}.n=1 data.train_batch_size=510 {ACTOR}.ppo_mini_batch_size=102"),
+    ("batch.micro_divides", "fsdp", f"{ACTOR}.ppo_micro_batch_size_per_gpu=3"),
+    ("batch.micro_missing", "fsdp", f"{ACTOR}.use_kl_loss=True"),
+    ("batch.token_budget", "megatron", f"{ROLLOUT}.log_prob_max_token_len_per_gpu=5119"),
+    ("rollout.batched_tokens", "megatron", f"{ROLLOUT}.max_num_batched_tokens=63"),
+    ("rollout.batched_tokens", "megatron",
+     f"{ROLLOUT}.enable_chunked_prefill=False {ROLLOUT}.max_num_batched_tokens=8192"),
+    ("rollout.utilization", "megatron", f"{ROLLOUT}.gpu_memory_utilization=85"),
+    ("rollout.model_len", "megatron", f"{ROLLOUT}.max_model_len=10239"),
+    ("rollout.graph_sizes", "megatron", SPECULATE),
+    ("rollout.log_probs_needed", "megatron", "algorithm.rollout_correction.bypass_mode=True"),
+    ("train.recompute", "megatron", f"{TRANSFORMER}.recompute_num_layers=null"),
+    ("train.overlap_weights", "megatron", f"+{TRANSFORMER}.moe_alltoall_overlap_comm=True"),
+    ("train.dist_checkpoint", "megatron", f"{MEGATRON}.use_dist_checkpointing=True"),
+    ("train.swap_optimizer", "megatron", f"{MEGATRON}.optimizer_offload=True"),
+    ("train.engine_workers", "fsdp", "trainer.use_legacy_worker_impl=disable"),
+    ("algorithm.gspo_on_policy", "fsdp", f"{ACTOR}.ppo_mini_batch_size=512"),
+    ("algorithm.clip_range", "megatron", f"{ACTOR}.clip_ratio_low=3e-4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "base", "words"), OVERRIDES, ids=lambda value: str(value)[-40:])
+def test_overrides_that_spoil_a_run(rule, base, words, on_base):
+    assert rule in checks(linter.lint(on_base(base), None, words.split()), "error", "warning", "info")
+
+
+VARIABLES = [  # (rule, bash lines)
+    ("env.value", "export HCCL_OP_EXPANSION_MODE=aiv"),
+    ("env.unread", "export VLLM_ASCEND_ENABLE_DENSE_OPTIMIZE=1"),
+    ("env.device_connections", "export CUDA_DEVICE_MAX_CONNECTIONS=8"),
+    ("rollout.launch_blocking", "export ASCEND_LAUNCH_BLOCKING=1"),
+    (
+        "rollout.graph_stride",
+        "export VLLM_ASCEND_ENABLE_FLASHCOMM1=1; SET[$rollout.cudagraph_capture_sizes]=[6,64]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "lines"), VARIABLES, ids=lambda value: value[:40])
+def test_variables_that_spoil_a_run(rule, lines, on_base):
+    assert checks(linter.lint(on_base("megatron", lines))) == {rule}
+
+
+def test_the_environment_script_comes_first(on_base, tmp_path):
+    env = tmp_path / "env.sh"
+    env.write_text("export ASCEND_LAUNCH_BLOCKING=1\n")
+    assert checks(linter.lint(on_base("megatron"), env)) == {"rollout.launch_blocking"}
+
+
+def test_advice_is_given_where_a_variable_is_missing(on_base):
+    """The slow first request of the ROLL FAQ: no cache of compiled operators. Only NPU runs get advice."""
+    script = on_base("fsdp", "unset ACL_OP_COMPILER_CACHE_MODE TASK_QUEUE_ENABLE")
+    advice = {(finding.check, finding.where) for finding in linter.lint(script) if finding.severity == "info"}
+    assert {
+        ("env.advised", "$ACL_OP_COMPILER_CACHE_MODE"),
+        ("rollout.task_queue_eager", "$TASK_QUEUE_ENABLE"),
+    } <= advice
+    assert linter.lint(script, None, ["trainer.device=cpu"]) == []
+
+
+def test_the_planner_is_asked(on_base):
+    """Out of memory in the update, and 7B models on too few dies, of the two FAQs."""
+    large = [f"{ACTOR}.ppo_max_token_len_per_gpu=900000", f"{ROLLOUT}.gpu_memory_utilization=0.1"]
+    assert checks(linter.lint(on_base("megatron"), None, large)) == {"train.memory", "rollout.memory"}
+    many = [f"{ROLLOUT}.max_num_seqs=4096", f"{ROLLOUT}.cudagraph_capture_sizes=[4096]"]
+    assert "rollout.kv_capacity" in checks(linter.lint(on_base("megatron"), None, many), "info")
+
+
+def test_every_rule_is_tried():
+    """A rule without a test is a guess."""
+    tried = {rule for rule, *_ in [*OVERRIDES, *VARIABLES]}
+    tried |= {
+        "env.advised",
+        "rollout.task_queue_eager",
+        "train.memory",
+        "rollout.memory",
+        "rollout.kv_capacity",
+    }
+    for sample in MISTAKES:
+        tried |= set(sample.read_text().splitlines()[0].removeprefix("# finds: ").split())
+    assert {rule.id for rule in RULES} <= tried
+    assert len({rule.id for rule in RULES}) == len(RULES)
+    assert {rule.severity for rule in RULES} == {"error", "warning", "info"}
+
+
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "internal").glob("train_*_cpu.sh")), ids=lambda path: path.stem
+)
+def test_our_recipes_are_clean(script, monkeypatch):
+    monkeypatch.setenv("NPUS_PER_NODE", "2")
+    env = ROOT / "internal" / ("cpu_megatron_env.sh" if "_moe_" in script.name else "cpu_env.sh")
+    assert checks(linter.lint(script, env)) == set()
+
+
+def test_a_script_that_ends_early_says_why(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        '[ -n "${DATA:-}" ] || { echo "ERROR: set DATA" >&2; exit 1; }\npython3 -m verl.trainer.main_ppo\n'
+    )
+    (finding,) = linter.lint(script)
+    assert finding.check == "script.no_training" and "set DATA" in finding.why
+    script.write_text("python3 -m verl.trainer.main_dapo\n")
+    assert checks(linter.lint(script)) == {"script.unknown_module"}
+    script.write_text("python3 -m verl.trainer.main_ppo --config-name=nonesuch\n")
+    assert checks(linter.lint(script)) == {"config.name"}
+
+
+# The dry run.
+
+
+def test_nothing_runs(tmp_path):
+    """Commands that change things are recorded instead, however they are reached."""
+    precious, log = tmp_path / "precious", tmp_path / "train.log"
+    precious.write_text("x")
+    log.write_text("kept")
+    script = tmp_path / "train.sh"
+    script.write_text(f"""
+        set -x
+        export PATH=/usr/bin:/bin:$PATH
+        clean() {{ rm -rf {precious}; }}
+        clean; (rm {precious}); x=$(rm {precious}); env rm {precious}; nohup rm {precious} &
+        bash -c 'PATH=/bin:/usr/bin; rm {precious}'
+        sed -i s/x/y/ {precious}; tee {precious} < /dev/null
+        kill -9 $PPID; touch {tmp_path}/new; mkdir {tmp_path}/newdir
+        echo lost > {log}; date &>> {log}
+        sleep 60; if [[ b > a ]]; then export COMPARED="a > b"; fi
+        nohup python3 -u -m verl.trainer.main_ppo "a=$(echo '1  2')" 'b=[1, 2]' "$@" > {log} 2>&1 &
+        wait
+    """)
+    run = dry_run(script, None, ["c=3 4"])
+    assert (run.module, run.args) == ("verl.trainer.main_ppo", ("a=1  2", "b=[1, 2]", "c=3 4"))
+    assert run.env["COMPARED"] == "a > b" and run.unset == ()
+    assert (precious.read_text(), log.read_text()) == ("x", "kept")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", "train.log", "train.sh"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ray job submit --runtime-env=x.yaml -- python3 -m",
+        "exec python -m",
+        "CUDA=1 python -m",
+        "env A=1 timeout 9 python -m",
+        "numactl -N 0 python3 -X dev -m",
+        "DRY_RUN=1 train",
+    ],
+)
+def test_the_training_command_is_found_however_it_is_started(call, tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f'. {ROOT}/internal/common.sh\nexport SEEN=yes\n{call} verl.trainer.main_ppo a=1 "$@"\n'
+    )
+    run = dry_run(script, None, ["b=2"])
+    assert (run.module, run.args, run.env["SEEN"]) == ("verl.trainer.main_ppo", ("a=1", "b=2"), "yes")
+
+
+def test_unset_variables_are_named_with_their_lines(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        'a=$((8 / later))\nlater=2\n[ -z "$asked" ] || b=1\npython -m verl.trainer.main_ppo x=$never $1 $@\n'
+    )
+    assert dry_run(script).unset == tuple(
+        (f"{script}:{line}", name) for line, name in ((1, "later"), (3, "asked"), (4, "never"))
+    )
+    assert {"script.used_before_set", "script.never_set"} <= checks(linter.lint(script))
+    assert not [f for f in linter.lint(script) if "asked" in f.why]
+
+
+def test_a_script_that_waits_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("ascend_rl.dry_run.TIMEOUT_S", 1)
+    script = tmp_path / "train.sh"
+    script.write_text("until ray status | grep -q NPU; do sleep 5; done\npython -m verl.trainer.main_ppo\n")
+    assert "waits for something" in dry_run(script).errors
+    left = subprocess.run(["ps", "-eo", "args"], check=True, capture_output=True, text=True).stdout
+    assert str(script) not in left
+
+
+def test_only_a_module_that_is_run_counts(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text("python -m verl.trainer.main_ppo a=1\nrm verl.log\npip list verl.x\n")
+    assert dry_run(script).args == ("a=1",)
+
+
+@pytest.mark.parametrize(
+    "value", ["<HEAD_IP>", "your_hf_weights", "xx/data/x.parquet", "['xx/y']", "/path/to/x", "x.x.x.x"]
+)
+def test_placeholders(value):
+    assert PLACEHOLDER.search(value)
+
+
+@pytest.mark.parametrize("value", ["xxl/model", "/data/xx", "[console,file]", "a=b", "192.0.2.1", "1e-6"])
+def test_values_that_are_no_placeholders(value):
+    assert not PLACEHOLDER.search(value)
+
+
+# Composing.
+
+
+def test_the_configuration_is_the_one_hydra_composes():
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    words = [
+        "data.train_batch_size=8",
+        f"+{ROLLOUT}.enable_sleep_mode=False",
+        "~trainer.esi_redundant_time",
+        f"++{ACTOR}.clip_ratio_low=0.1",
+        "trainer.logger=[console,file]",
+        "actor@actor_rollout_ref.actor=dp_actor",
+    ]
+    with initialize_config_dir(str(package() / "trainer/config"), version_base=None):
+        expected = OmegaConf.to_container(compose("ppo_trainer", words), resolve=True)
+    resolved = resolve("verl.trainer.main_ppo", [*words, "hydra.run.dir=x"])
+    assert resolved.config == expected and resolved.findings == []
+
+
+def test_nearest_names():
+    def fix(word: str) -> str:
+        (finding,) = resolve("verl.trainer.main_ppo", [word]).findings
+        return finding.fix
+
+    assert f"{ACTOR}.ppo_mini_batch_size" in fix(f"{ACTOR}.ppo_mini_batchsize=1")
+    assert f"{ACTOR}.optim.clip_grad" in fix(f"{ACTOR}.clip_grad=1")
+    assert f"+{ROLLOUT}.engine_kwargs.vllm.seed" in fix(f"{ROLLOUT}.engine_kwargs.vllm.seed=1")
+    assert f"{ROLLOUT}.max_model_len?" in fix(f"+{ROLLOUT}.max_model_length=1")
+
+
+def test_geometry_is_read_from_the_checkpoint_if_there_is_one(tiny):
+    config = json.loads((tiny / "model/config.json").read_text())
+    geometry = Geometry.of(str(tiny / "model"))
+    assert (geometry.layers, geometry.kv_heads) == (
+        config["num_hidden_layers"],
+        config["num_key_value_heads"],
+    )
+    assert Geometry.of("/data/Qwen3-235B-A22B-hf") == MODELS["qwen3-235b-a22b"]
+    assert (
+        Geometry.of("/data/Qwen25-3B-Instruct") == MODELS["qwen2.5-3b"] and Geometry.of("/data/other") is None
+    )
+
+
+@pytest.mark.parametrize("aiv", [False, True])
+@pytest.mark.parametrize("model", ["qwen3-235b-a22b", "qwen3-32b"])
+def test_the_graph_limit_is_that_of_vllm_ascend(model, aiv, monkeypatch):
+    """Against the function itself, cut out of its file: importing it needs torch_npu."""
+    source = (ROOT / "frameworks/vllm_ascend/vllm_ascend/utils.py").read_text()
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if getattr(node, "name", "") == "update_aclgraph_sizes"]
+    tree.body[0].args.args[0].annotation = None
+    kept, geometry = [], MODELS[model]
+    names = {
+        "os": os,
+        "math": math,
+        "logger": logging.getLogger("upstream"),
+        "is_moe_model": lambda config: geometry.experts > 0,
+        "update_cudagraph_capture_sizes": lambda config, sizes: kept.append(len(sizes)),
+    }
+    exec(compile(tree, "upstream", "exec"), names)
+    monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV" if aiv else "")
+    for tp, dp, ep in [(4, 32, True), (4, 32, False), (8, 1, False), (1, 1, False)]:
+        parallel = SimpleNamespace(
+            data_parallel_size=dp,
+            tensor_parallel_size=tp,
+            enable_expert_parallel=ep,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+        )
+        compilation = SimpleNamespace(cudagraph_capture_sizes=list(range(1, 100)))
+        config = SimpleNamespace(
+            compilation_config=compilation,
+            parallel_config=parallel,
+            speculative_config=None,
+            additional_config={},
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(num_hidden_layers=geometry.layers), architectures=["x"]
+            ),
+        )
+        with contextlib.suppress(TypeError):  # it logs the length of sizes that our recorder does not set
+            names["update_aclgraph_sizes"](config)
+        assert piecewise_limit(geometry.layers, geometry.experts > 0, tp, dp, ep, aiv) == kept[-1]
+
+
+# The command and the table.
+
+
+def test_the_command_fails_on_errors_and_prints_json(tmp_path):
+    sample = version(next(path for path in MISTAKES if path.stem == "cp_too_large"), "#-", "#+", tmp_path)
+    command = [sys.executable, "-m", "ascend_rl.lint", sample, "trainer.save_freq=-1", "--json"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert [entry["check"] for entry in json.loads(result.stdout)] == ["parallel.world"]
+    imported = subprocess.run(
+        [sys.executable, "-X", "importtime", *command[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stderr
+    assert not re.search(r"\| +(torch|verl|vllm|megatron)$", imported, re.M)
+
+
+def test_a_clean_run_exits_0(on_base, capsys):
+    assert linter.main([str(on_base("megatron"))]) == 0
+    assert "0 errors" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        linter.main(["nonesuch.sh"])
+    assert "nonesuch.sh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_tuning_guide_is_up_to_date(language):
+    name = "docs/tuning.md" if language == "en" else f"docs/tuning.{language}.md"
+    assert (ROOT / name).read_text(encoding="utf-8") == markdown(language), (
+        f"run: python -m ascend_rl.tuning, see {name}"
+    )
+    for entry in table():
+        assert all(
+            set(text) == set(LANGUAGES) for text in (entry.when, entry.what, entry.why, entry.conflicts)
+        )
+
+
+def test_the_table_agrees_with_the_pinned_sources():
+    """vLLM's and vllm-ascend's own variables are read there, except those the table calls unread."""
+
+    def readers(name: str) -> bool:
+        return any(
+            subprocess.run(
+                ["git", "grep", "-qwE", rf"(getenv|environ).*{name}|\"{name}\":", "--", "*.py"],
+                cwd=ROOT / "frameworks" / tree,
+                check=False,
+            ).returncode
+            == 0
+            for tree in ("vllm", "vllm_ascend")
+        )
+
+    names = {entry.name: entry.unread for entry in table() if entry.name.startswith("VLLM_")}
+    assert {name: readers(name) for name in names} == {name: unread is None for name, unread in names.items()}
+
+
+def test_the_keys_of_the_table_exist():
+    resolved = [
+        resolve("verl.trainer.main_ppo", [f"--config-name={name}"]).config
+        for name in ("ppo_trainer", "ppo_megatron_trainer")
+    ]
+    from ascend_rl.verl_config import keys
+
+    known = {key for config in resolved for key in keys(config)}
+    for entry in table():
+        key = entry.name.replace("...", "actor_rollout_ref.", 1)
+        free = re.match(r"(.*\.(?:vllm|override_transformer_config))\..*", key)
+        assert entry.variable or (free[1] if free else key) in known, key
+
+
+@pytest.mark.parametrize("name", ["docs/preflight.md", "docs/preflight.zh.md"])
+def test_the_documents_name_every_rule(name):
+    documented = set(
+        re.findall(
+            r"`((?:script|config|parallel|batch|rollout|train|algorithm|env)\.\w+)`",
+            (ROOT / name).read_text(encoding="utf-8"),
+        )
+    )
+    assert {rule.id for rule in RULES} <= documented
