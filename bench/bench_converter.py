@@ -9,11 +9,9 @@ processes, start-up included, and end when the data is on the disk. Everything w
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
 import os
-import platform
 import shutil
 import signal
 import statistics
@@ -29,6 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CONVERTER = ROOT / "converter_hf_to_mcore.py"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 sys.path.append(str(ROOT / "patches"))
+
+from bars import RESULTS, finish  # noqa: E402
 
 from ascend_rl import converter  # noqa: E402
 
@@ -346,25 +346,9 @@ def bench(args: argparse.Namespace, config: dict, small: int, large: int, repeat
         less = rss_verl / rss_small
         bars.append(("memory of verl's script / ours, same weights", less, "x", ">= 5", less >= 5))
         bars.append(("chunks kept by a kill -9, same hashes after it", kept, "", ">= 1", kept >= 1))
-    print()
-    for name, value, unit, bar, ok in bars:
-        print(f"{'ok  ' if ok else 'MISS'} {name:<52} {value:.4g} {unit} (bar: {bar})")
-    results = ROOT / "bench/results"
-    results.mkdir(exist_ok=True)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    report = {
-        "bars": [dict(zip(("name", "value", "unit", "bar", "ok"), bar, strict=True)) for bar in bars],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {memory / 1e9:.0f} GB",
-        "load_average": os.getloadavg(),
-        "date": datetime.date.today().isoformat(),
-        "quick": args.quick,
-        "rates_bytes_per_second": rates,
-        "memory": rows,
-        **data,
-    }
-    (results / "converter.json").write_text(json.dumps(report, indent=1))
-    plot(results / "converter.png", rows)
-    return 0 if all(ok for *_, ok in bars) else 1
+    status = finish("converter", bars, quick=args.quick, rates_bytes_per_second=rates, memory=rows, **data)
+    plot(RESULTS / "converter.png", rows)
+    return status
 
 
 if __name__ == "__main__":

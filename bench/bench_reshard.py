@@ -12,10 +12,7 @@ What a rank owns and needs is worked out in sets by tests/test_reshard.py, not b
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -27,6 +24,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from bars import finish  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from test_reshard import needed_sets, owned_sets  # noqa: E402
 
@@ -248,21 +246,7 @@ def main() -> int:
             (f"{name}: all-gather's bytes are the formula's", exact, "", "= 1", exact),
         ]
 
-    print()
-    for name, value, unit, bar, ok in bars:
-        print(f"{'ok  ' if ok else 'MISS'} {name:<56} {value:.4g} {unit} (bar: {bar})")
-    results_directory = ROOT / "bench/results"
-    results_directory.mkdir(exist_ok=True)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    report = {
-        "bars": [dict(zip(("name", "value", "unit", "bar", "ok"), bar, strict=True)) for bar in bars],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {memory / 1e9:.0f} GB",
-        "date": datetime.date.today().isoformat(),
-        "quick": args.quick,
-        **data,
-    }
-    (results_directory / "reshard.json").write_text(json.dumps(report, indent=1))
-    return 0 if all(ok for *_, ok in bars) else 1
+    return finish("reshard", bars, quick=args.quick, **data)
 
 
 if __name__ == "__main__":

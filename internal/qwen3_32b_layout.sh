@@ -23,18 +23,9 @@ qwen3_32b_layout() {
         "$t".recompute_method=uniform
         "$t".recompute_num_layers=1
 
-        actor_rollout_ref.rollout.name=vllm
         actor_rollout_ref.rollout.tensor_model_parallel_size="$GEN_TP"
-        actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY"
-        actor_rollout_ref.rollout.max_model_len=$((MAX_PROMPT + MAX_RESPONSE))
-        actor_rollout_ref.rollout.max_num_batched_tokens=$((MAX_PROMPT + MAX_RESPONSE))
-        actor_rollout_ref.rollout.max_num_seqs="$MAX_NUM_SEQS"
-        actor_rollout_ref.rollout.enable_chunked_prefill=True
-        actor_rollout_ref.rollout.enforce_eager=False
-        actor_rollout_ref.rollout.cudagraph_capture_sizes="$GRAPH_SIZES"
-        +actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY
-        actor_rollout_ref.rollout.calculate_log_probs=True  # training/rollout_probs_diff_*: is it the same model?
     )
+    rollout_with_graphs
     mindspeed
     swap_optimizer
     ring_attention

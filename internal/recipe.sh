@@ -102,6 +102,22 @@ trainer() {
     )
 }
 
+# vLLM with decode graphs. Reads MAX_PROMPT, MAX_RESPONSE, MAX_NUM_SEQS, GRAPH_SIZES and GPU_MEMORY.
+rollout_with_graphs() {
+    ARGS+=(
+        actor_rollout_ref.rollout.name=vllm
+        actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY"
+        actor_rollout_ref.rollout.max_model_len=$((MAX_PROMPT + MAX_RESPONSE))
+        actor_rollout_ref.rollout.max_num_batched_tokens=$((MAX_PROMPT + MAX_RESPONSE))
+        actor_rollout_ref.rollout.max_num_seqs="$MAX_NUM_SEQS"
+        actor_rollout_ref.rollout.enable_chunked_prefill=True
+        actor_rollout_ref.rollout.enforce_eager=False
+        actor_rollout_ref.rollout.cudagraph_capture_sizes="$GRAPH_SIZES"
+        +actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY
+        actor_rollout_ref.rollout.calculate_log_probs=True  # training/rollout_probs_diff_*: is it the same model?
+    )
+}
+
 # MindSpeed's options for any Megatron model. `repatch` of verl hands override_transformer_config to MindSpeed.
 mindspeed() {
     local t=+actor_rollout_ref.actor.megatron.override_transformer_config

@@ -1,0 +1,35 @@
+"""How a benchmark ends: its bars printed and kept with the data, and 1 for a bar that is missed."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+Bar = tuple[str, float, str, str, bool]
+"""name, value, unit, the bar in words, whether it is met."""
+
+
+def finish(name: str, bars: list[Bar], **data) -> int:
+    """Print ``bars`` and write bench/results/``name``.json with them, the machine and ``data``.
+
+    Returns:
+        The exit status: 0 if all bars are met, 1 if not.
+    """
+    print()
+    for what, value, unit, bar, ok in bars:
+        print(f"{'ok  ' if ok else 'MISS'} {what:<56} {value:.4g} {unit} (bar: {bar})")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    report = {
+        "bars": [dict(zip(("name", "value", "unit", "bar", "ok"), bar, strict=True)) for bar in bars],
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {memory / 1e9:.0f} GB",
+        "load_average": os.getloadavg(),
+        "date": datetime.date.today().isoformat(),
+        **data,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1))
+    return 0 if all(ok for *_, ok in bars) else 1
