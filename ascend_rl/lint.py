@@ -2,10 +2,10 @@
 
 The script is run in bash with nothing that bash would start (ascend_rl.dry_run), its overrides are composed
 with the configuration tree of the patched verl (ascend_rl.verl_config), and the rules of lint_script,
-lint_sizes and lint_engines look at the result: sizes that do not divide, token budgets below the longest
-sequence, graphs that are never used, variables that are read before they are set. Nothing is imported from
-verl, vLLM or torch: a second for the first script, a fifth of a second for each further one of the same
-process.
+lint_sizes, lint_options and lint_engines look at the result: sizes that do not divide, token budgets below
+the longest sequence, options that vLLM does not have, variables that are read before they are set. Nothing is
+imported from verl, vLLM or torch: a second for the first script, a fifth of a second for each further one of
+the same process.
 
     python -m ascend_rl.lint internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh trainer.nnodes=2 --json
 
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import lint_engines, lint_roll, lint_script, lint_sizes  # noqa: F401  (they fill RULES)
+from . import lint_engines, lint_options, lint_roll, lint_script, lint_sizes  # noqa: F401  (they fill RULES)
 from .dry_run import Run, dry_run
 from .findings import Finding, as_json, ordered, render
 from .lint_setup import RULES, Setup

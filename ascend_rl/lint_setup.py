@@ -87,6 +87,14 @@ MODELS = {  # config.json of the published checkpoints
 }
 
 
+def as_mapping(value: Any) -> dict[str, Any]:
+    """A dict, given as such or as JSON; empty if it is neither."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    return value if isinstance(value, dict) else {}
+
+
 class Setup:
     """What the rules see: configuration, overrides, environment and scripts of one run."""
 
@@ -201,12 +209,8 @@ class Setup:
         return value if isinstance(value, int | float) and 0 < value <= 1 else 0.0
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """A node of the configuration, given as such or as JSON; empty if it is neither."""
-        value = self.get(key, {})
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = json.loads(value)
-        return value if isinstance(value, dict) else {}
+        """A node of the configuration, see `as_mapping`."""
+        return as_mapping(self.get(key))
 
     @cached_property
     def compilation(self) -> dict[str, Any]:

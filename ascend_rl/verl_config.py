@@ -90,25 +90,35 @@ def _composed(directory: Path, name: str, groups: tuple[str, ...]) -> tuple[Any,
 
 
 @cache
-def dataclass_fields() -> dict[str, frozenset[str]]:
-    """Field names of verl's configuration classes, with those they inherit."""
+def class_fields(sources: tuple[Path, ...]) -> dict[str, dict[str, str]]:
+    """{class: {field: annotation}} of the classes in these files, inherited fields included.
+
+    What a constructor does not take (ClassVar, `field(init=False)`) is left out.
+    """
     own, bases = {}, {}
-    sources = [
-        package() / "base_config.py",
-        *package().glob("workers/config/*.py"),
-        *package().glob("trainer/config/*.py"),
-        *package().glob("utils/profiler/*.py"),
-    ]
     for source in sources:
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.ClassDef):
-                own[node.name] = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
+                own[node.name] = {
+                    item.target.id: ast.unparse(item.annotation)
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign)
+                    and not re.search("ClassVar|init=False", ast.unparse(item))
+                }
                 bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
 
-    def fields(name: str) -> set[str]:
-        return own.get(name, set()).union(*(fields(base) for base in bases.get(name, [])))
+    def fields(name: str) -> dict[str, str]:
+        inherited = [fields(base) for base in bases.get(name, [])]
+        return {key: kind for one in [*inherited, own.get(name, {})] for key, kind in one.items()}
 
-    return {name: frozenset(fields(name)) for name in own}
+    return {name: fields(name) for name in own}
+
+
+def dataclass_fields() -> dict[str, dict[str, str]]:
+    """The fields of verl's configuration classes."""
+    directories = ("workers/config", "trainer/config", "utils/profiler")
+    files = [file for directory in directories for file in package().glob(f"{directory}/*.py")]
+    return class_fields((package() / "base_config.py", *files))
 
 
 def keys(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -146,7 +156,7 @@ def _error(check: str, where: str, why: str, fix: str) -> Finding:
     return Finding("error", f"config.{check}", where, why, fix)
 
 
-def _node(plain: dict[str, Any], key: str) -> tuple[str, str, frozenset[str]]:
+def _node(plain: dict[str, Any], key: str) -> tuple[str, str, dict[str, str]]:
     """For a key that does not exist: the deepest node on its way, its dataclass and fields, if any."""
     path, node = "", plain
     for part in key.split(".")[:-1]:
@@ -154,7 +164,7 @@ def _node(plain: dict[str, Any], key: str) -> tuple[str, str, frozenset[str]]:
             break
         path, node = f"{path}.{part}".lstrip("."), node[part]
     class_name = str(node.get("_target_", "")).rpartition(".")[2]
-    return path, class_name, dataclass_fields().get(class_name, frozenset())
+    return path, class_name, dataclass_fields().get(class_name, {})
 
 
 def _added(plain: dict[str, Any], key: str) -> Finding | None:

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 import pytest
 
 from ascend_rl import lint as linter
+from ascend_rl import lint_options
 from ascend_rl.dry_run import dry_run
 from ascend_rl.findings import Finding
 from ascend_rl.lint_engines import piecewise_limit
@@ -39,7 +40,8 @@ MISTAKES = [path for path in SAMPLES if path.stem not in BASES]
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MEGATRON, TRANSFORMER = f"{ACTOR}.megatron", f"{ACTOR}.megatron.override_transformer_config"
-SPECULATE = f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.num_speculative_tokens=3"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+SPECULATE = f"+{VLLM}.speculative_config.num_speculative_tokens=3"
 
 
 def checks(findings: list[Finding], *severities: str) -> set[str]:
@@ -144,6 +146,18 @@ OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("train.dist_checkpoint", "megatron", f"{MEGATRON}.use_dist_checkpointing=True"),
     ("train.swap_optimizer", "megatron", f"{MEGATRON}.optimizer_offload=True"),
     ("train.engine_workers", "fsdp", "trainer.use_legacy_worker_impl=disable"),
+    ("options.vllm", "megatron", f"+{VLLM}.cuda_graph_sizes=[8]"),  # verl 0.7.1's own mistake
+    ("options.vllm", "fsdp", f"+{VLLM}.compilation_config.cudagraph_modes=NONE"),
+    ("options.vllm", "fsdp", f"+{VLLM}.compilation_config.pass_config.fuse_norm=True"),
+    ("options.vllm", "fsdp", f"+{VLLM}.speculative_config={{num_speculative_token:3}}"),
+    ("options.vllm_ascend", "fsdp", f"+{VLLM}.additional_config.enable_npugraphs_ex=True"),
+    ("options.transformer", "megatron", f"+{TRANSFORMER}.moe_router_topk_=8"),
+    ("options.transformer", "megatron",
+     "+actor_rollout_ref.ref.megatron={override_transformer_config:{recompute_num_layer:1}}"),
+    ("options.transformer", "megatron", f"trainer.device=cpu +{TRANSFORMER}.nothing_like_it=1"),
+    ("options.ddp", "megatron", f"+{MEGATRON}.override_ddp_config.overlap_grads_reduce=True"),
+    ("options.optimizer", "megatron", f"+{ACTOR}.optim.override_optimizer_config.adam_epsilon=1e-9"),
+    ("options.optimizer", "fsdp", f"{ACTOR}.optim.override_optimizer_config={{foreac:False}}"),
     ("algorithm.gspo_on_policy", "fsdp", f"{ACTOR}.ppo_mini_batch_size=512"),
     ("algorithm.clip_range", "megatron", f"{ACTOR}.clip_ratio_low=3e-4"),
 ]  # fmt: skip
@@ -196,6 +210,62 @@ def test_the_planner_is_asked(on_base):
     assert "rollout.kv_capacity" in checks(linter.lint(on_base("megatron"), None, many), "info")
 
 
+RIGHT = [  # names that no file of verl mentions
+    ("fsdp", f"+{VLLM}.max-num-partial-prefills=2 +{VLLM}.no_enable_prefix_caching=True"),
+    ("fsdp", f"+{VLLM}.api_server_count=1 +{VLLM}.nonesuch=null +{VLLM}.max_num_partial=2"),
+    ("fsdp", f"+{VLLM}.compilation_config={{pass_config:{{enable_sp:True}},compile_sizes:[1]}}"),
+    ("fsdp", f"+{VLLM}.additional_config.enable_npugraph_ex=True"),
+    ("fsdp", f"{ACTOR}.optim.override_optimizer_config={{foreach:False,eps:1e-8}}"),
+    ("megatron", f"+{TRANSFORMER}.tp_comm_overlap=False +{TRANSFORMER}.q_lora_rank=512"),  # inherited; of MLA
+    ("megatron", f"+{MEGATRON}.override_ddp_config.overlap_grad_reduce=True"),
+    ("megatron", f"+{ACTOR}.optim.override_optimizer_config.adam_eps=1e-9"),
+]
+
+
+@pytest.mark.parametrize(("base", "words"), RIGHT, ids=lambda value: value[-40:])
+def test_options_of_the_frameworks_are_known(base, words, on_base):
+    assert checks(linter.lint(on_base(base), None, words.split())) == set()
+
+
+def test_a_wrong_option_is_named_with_the_nearest(on_base):
+    wrong = f"+{TRANSFORMER}.recompute_granularty=full"
+    (finding,) = (f for f in linter.lint(on_base("megatron"), None, [wrong]) if f.severity == "error")
+    assert (finding.check, finding.where) == ("options.transformer", wrong[1:].partition("=")[0])
+    assert finding.fix == f"did you mean {TRANSFORMER}.recompute_granularity?"
+
+
+@pytest.fixture
+def mindspeed(tmp_path, monkeypatch):
+    """A function that makes a MindSpeed of this source; before it is called there is none."""
+    monkeypatch.setitem(sys.modules, "mindspeed", None)  # if it is installed
+    monkeypatch.setattr(lint_options, "FRAMEWORKS", tmp_path)
+    lint_options.mindspeed_options.cache_clear()
+
+    def make(source: str) -> None:
+        features = tmp_path / "mindspeed/mindspeed/features_manager/memory"
+        features.mkdir(parents=True)
+        (features / "feature.py").write_text(source)
+        lint_options.mindspeed_options.cache_clear()
+
+    yield make
+    lint_options.mindspeed_options.cache_clear()
+
+
+def test_options_of_mindspeed_are_those_of_its_sources(mindspeed, on_base):
+    script, names = on_base("megatron"), ("swap_attention_x", "ring_depth", "noop_rows", "swap_attentionx")
+    words = [f"+{TRANSFORMER}.{name}=1" for name in names]
+
+    def found() -> dict[str, set[str]]:
+        hits = [f for f in linter.lint(script, None, words) if f.check.startswith("options.")]
+        return {check: {f.where.rpartition(".")[2] for f in hits if f.check == check} for check in
+                ("options.transformer", "options.unchecked")}
+
+    assert found() == {"options.transformer": set(), "options.unchecked": set(names)}
+    mindspeed("group.add_argument('--swap-attention-x', action='store_true')\n"
+              "if args.ring_depth > 1 or getattr(config, 'noop_rows', 0): pass\n")
+    assert found() == {"options.transformer": {"swap_attentionx"}, "options.unchecked": set()}
+
+
 def test_every_rule_is_tried():
     """A rule without a test is a guess."""
     tried = {rule for rule, *_ in [*OVERRIDES, *VARIABLES]}
@@ -205,6 +275,7 @@ def test_every_rule_is_tried():
         "train.memory",
         "rollout.memory",
         "rollout.kv_capacity",
+        "options.unchecked",
     }
     for sample in MISTAKES:
         tried |= set(sample.read_text().splitlines()[0].removeprefix("# finds: ").split())
@@ -484,7 +555,7 @@ def test_the_keys_of_the_table_exist():
 def test_the_documents_name_every_rule(name):
     documented = set(
         re.findall(
-            r"`((?:script|config|parallel|batch|rollout|train|algorithm|env)\.\w+)`",
+            r"`((?:script|config|parallel|batch|rollout|train|algorithm|env|options)\.\w+)`",
             (ROOT / name).read_text(encoding="utf-8"),
         )
     )
