@@ -236,16 +236,29 @@ def _(s):
 # Memory, by the planner.
 
 
-def _plan(s: Setup) -> Any:
-    """The memory plan of both phases; None where it cannot know: other models, illegal layouts."""
-    path = str(s.get("actor_rollout_ref.model.path", ""))
-    here = (Path(path).expanduser() / "config.json").is_file()
-    if not s.npu or not s.utilization or not (here or published(path)):
-        return None
+def _fsdp(s: Setup) -> memory_plan.Fsdp:
+    engine, checkpointing = f"{ACTOR}.fsdp_config", "actor_rollout_ref.model.enable_gradient_checkpointing"
+    micro = s.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu") * -(-s.sequence // s.sp)
+    return memory_plan.Fsdp(
+        dies=s.dies,
+        size=min(max(s.number(f"{engine}.fsdp_size", 0), 0), s.dies),
+        sp=s.sp,
+        version=2 if s.get(f"{ACTOR}.strategy") == "fsdp2" else 1,
+        max_token_len_per_gpu=s.number(f"{ACTOR}.ppo_max_token_len_per_gpu") if s.dynamic else micro,
+        recompute="full" if s.get(checkpointing) else "none",
+        param_offload=bool(s.get(f"{engine}.param_offload")),
+        optimizer_offload=bool(s.get(f"{engine}.optimizer_offload")),
+        offload_policy=bool(s.get(f"{engine}.offload_policy")),
+        reshard_after_forward=bool(s.get(f"{engine}.reshard_after_forward", True)),
+        parameter_bytes=4 if s.get(f"{engine}.model_dtype") in ("fp32", "float32") else 2,
+    )
+
+
+def _megatron(s: Setup) -> memory_plan.Training:
     transformer = f"{MEGATRON}.override_transformer_config"
     offload = "offload" if s.get(f"{MEGATRON}.optimizer_offload") else "resident"
     micro = s.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu") * -(-s.sequence // s.cp)
-    training = memory_plan.Training(
+    return memory_plan.Training(
         dies=s.dies,
         tp=s.tp,
         pp=s.pp,
@@ -259,6 +272,15 @@ def _plan(s: Setup) -> Any:
         layer_split=s.layer_split,
         param_offload=bool(s.get(f"{MEGATRON}.param_offload")),
     )
+
+
+def _plan(s: Setup) -> Any:
+    """The memory plan of both phases; None where it cannot know: other models, illegal layouts."""
+    path = str(s.get("actor_rollout_ref.model.path", ""))
+    here = (Path(path).expanduser() / "config.json").is_file()
+    if not s.npu or not s.utilization or not (here or published(path)):
+        return None
+    training = _megatron(s) if s.megatron else _fsdp(s) if s.fsdp else None
     positions = s.model.positions if s.model else 0
     rollout = memory_plan.Rollout(
         dies=s.dies,
@@ -271,7 +293,7 @@ def _plan(s: Setup) -> Any:
     )
     try:
         model = memory_plan.Model.load(path if here else published(path))
-        return memory_plan.plan(model, training if s.megatron else None, rollout)
+        return memory_plan.plan(model, training, rollout)
     except memory_plan.PlanError:
         return None
 
@@ -281,14 +303,18 @@ def _plan(s: Setup) -> Any:
     "warning",
     "the update fits, as planned",
     why="the planner expects it to run out of memory",
-    fix="see: python -m ascend_rl.memory_plan -h; more CP or PP, recomputation, a smaller token budget",
+    fix="see: python -m ascend_rl.memory_plan -h; more CP, PP or SP, recomputation, a smaller token budget",
 )
 def _(s):
     plan = _plan(s)
     if plan and plan.training and not plan.training.fits:
         peak, budget = plan.training.peak_bytes / 2**30, plan.training.budget_bytes / 2**30
         tokens = plan.training.max_token_len_per_gpu
-        yield MEGATRON, f"{peak:.1f} GiB of {budget:.1f} GiB; a token budget of {tokens} would fit"
+        would = f"a token budget of {tokens} would fit" if tokens else "no token budget would fit"
+        yield (
+            MEGATRON if s.megatron else f"{ACTOR}.fsdp_config",
+            f"{peak:.1f} GiB of {budget:.1f} GiB; {would}",
+        )
 
 
 @rule(

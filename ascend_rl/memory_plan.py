@@ -6,8 +6,9 @@ KV cache of a token. Training and rollout take turns on the same dies (verl's hy
 fit beside a fixed reserve.
 
 Invariants (tests/test_memory_plan.py): parameter totals equal Hugging Face's and Megatron's models; shares of
-all ranks add up to the total; kept activations equal what autograd saves; the published tables of Qwen3-235B
-are met within 5%. Cost: O(stages) a plan, O(partitions * stages) a suggestion; no framework is imported.
+all ranks add up to the total; shards of FSDP are what torch allocates, to the byte; kept activations equal
+what autograd saves; the published tables of Qwen3-235B are met within 5%. Cost: O(stages) a plan,
+O(partitions * stages) a suggestion; no framework is imported.
 
 Units: bytes, tokens, GiB = 2**30 (the "GB" of the published tables). docs/memory_plan.md lists what is not
 counted. Example: 94 layers * 2 (K, V) * 1 head * 128 * 2 bytes * 32768 tokens = 1.47 GiB of KV cache at TP4.
@@ -27,6 +28,10 @@ GIB, MIB = 2**30, 2**20
 WEIGHT_BYTES = 2  # bf16, also activations and the KV cache
 GRADIENT_BYTES = 4  # megatron-core's gradient buffer is fp32 and not sharded
 OPTIMIZER_BYTES = 12  # fp32 master weight and two moments, sharded by the distributed optimizer
+ADAM_MOMENTS = 2  # of FSDP, in the dtype of the parameters, which are the master weights
+# FSDP, bytes a parameter of the unit (layer) at work. bf16: its weights, the gathered ones they were copied
+# from, the next unit's, its gradients; fp32: what is reduced of the unit before.
+UNIT_BYTES = 3 * 2 + 2 + 4
 LOGIT_BYTES = 8  # bf16 logit, fp32 softmax that turns into the gradient, bf16 gradient
 SWAP_TIMES = 16  # MindSpeed's swap_optimizer_times: share of the states on the die during the step
 BLOCK_TOKENS = 128  # a KV cache block of vllm-ascend
@@ -206,6 +211,39 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Fsdp:
+    """FSDP as verl sets it up: ``version`` 1 (strategy fsdp) or 2 (fsdp2), bf16 computation, fp32 reduction.
+
+    ``size``: dies that share the states (fsdp_size); 0 is all, fewer are replicas of each other (HSDP).
+    ``sp``: Ulysses. ``max_token_len_per_gpu``: tokens of a micro-batch on one SP rank (verl: x SP).
+    ``recompute``: full (enable_gradient_checkpointing) or none.
+    ``param_offload``, ``optimizer_offload``: away during the rollout, on the die during the whole update.
+    ``offload_policy``: FSDP2 keeps weights, gradients and optimizer in host memory at all times.
+    ``parameter_bytes``: of the weights that the optimizer updates (model_dtype), 4 for fp32, verl's default.
+    """
+
+    dies: int
+    size: int = 0
+    sp: int = 1
+    version: int = 2
+    max_token_len_per_gpu: int = 8704
+    recompute: str = "full"
+    param_offload: bool = True
+    optimizer_offload: bool = True
+    offload_policy: bool = False
+    reshard_after_forward: bool = True
+    parameter_bytes: int = 4
+
+    @property
+    def shards(self) -> int:
+        return self.size or self.dies
+
+    @property
+    def dp(self) -> int:
+        return self.dies // self.sp
+
+
+@dataclass(frozen=True)
 class Rollout:
     """A layout of vLLM. ``ep``: TP * data_parallel_size dies share the experts (enable_expert_parallel), or
     1, and each TP group is a replica of its own that splits every expert.
@@ -261,6 +299,45 @@ def stage_parameters(
     parts["embedding_lm_head"] = matrices * (model.vocabulary // tp) * model.hidden
     parts["norm"] += model.hidden * last
     return parts
+
+
+def layer_shapes(model: Model) -> list[tuple[int, ...]]:
+    """Shapes of one layer's tensors as Hugging Face has them; an expert has three of its own."""
+    q, kv, hidden, ffn = (
+        model.heads * model.head_dim,
+        model.kv_heads * model.head_dim,
+        model.hidden,
+        model.ffn,
+    )
+    shapes: list[tuple[int, ...]] = [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)]
+    shapes += [(q,), (kv,), (kv,)] * model.qkv_bias + [(model.head_dim,)] * 2 * model.qk_norm
+    shapes += [(hidden,)] * 2 + [(model.experts, hidden)] * bool(model.experts)
+    return shapes + [(ffn, hidden), (ffn, hidden), (hidden, ffn)] * max(1, model.experts)
+
+
+def fsdp_units(model: Model, version: int) -> list[tuple[int, list[tuple[int, ...]]]]:
+    """(how many, shapes) of what verl wraps: each layer, and the rest, the root, last. FSDP2 also wraps the
+    embedding and lm_head, unless they are tied.
+    """
+    matrix, norm = (model.vocabulary, model.hidden), (model.hidden,)
+    layers = (model.layers, layer_shapes(model))
+    if version == 1 or model.tied:
+        return [layers, (1, [matrix] * (1 if model.tied else 2) + [norm])]
+    return [layers, (2, [matrix]), (1, [norm])]
+
+
+def shard_numel(shapes: list[tuple[int, ...]], shards: int, version: int) -> int:
+    """Elements of a unit on one die, padding included. FSDP1 cuts the unit as one flat tensor. FSDP2 cuts
+    each tensor, in verl along its first dimension that divides, else along dimension 0 with padding.
+    """
+    if version == 1:
+        return math.ceil(sum(map(math.prod, shapes)) / shards)
+    return sum(
+        math.prod(shape) // shards
+        if any(length % shards == 0 for length in shape)
+        else math.ceil(shape[0] / shards) * math.prod(shape[1:])
+        for shape in shapes
+    )
 
 
 def rollout_parameters(model: Model, tp: int, ep: int) -> dict[str, int]:
@@ -379,6 +456,27 @@ class TrainingPlan:
 
 
 @dataclass(frozen=True)
+class FsdpPlan:
+    """One die of an FSDP layout at the peak of an update, in bytes; the limits as in TrainingPlan."""
+
+    layout: Fsdp
+    dp: int
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int  # whole weights and gradients of the units at work, and their communication buffers
+    activations: int  # kept, of all layers
+    working: int
+    logits: int
+    step: int  # what AdamW allocates in its step, when activations are gone
+    peak_bytes: int
+    budget_bytes: int
+    fits: bool
+    max_token_len_per_gpu: int
+    max_sequence_tokens: int
+
+
+@dataclass(frozen=True)
 class RolloutPlan:
     """``max_num_seqs``: sequences of max_model_len in the KV cache of one DP rank at once; more can run while
     they are short, and vLLM preempts when they grow. ``fits``: at least one, which vLLM insists on.
@@ -403,7 +501,7 @@ class Plan:
     """``sync_bytes``: weights of both engines, on one die while new weights go to vLLM."""
 
     model: Model
-    training: TrainingPlan | None
+    training: TrainingPlan | FsdpPlan | None
     rollout: RolloutPlan | None
     sync_bytes: int
     fits: bool
@@ -557,8 +655,87 @@ def plan_training(
     )
 
 
-def bytes_kept_in_rollout(trained: TrainingPlan) -> int:
-    """What the trainer leaves on a die during the rollout. verl moves gradients with the weights."""
+def fsdp_problems(model: Model, layout: Fsdp) -> list[str]:
+    """Why verl cannot train in this layout; empty if it can."""
+    dies, shards, sp = layout.dies, layout.shards, layout.sp
+    if min(dies, shards, sp, layout.max_token_len_per_gpu) < 1:
+        return ["every size must be at least 1"]
+    checks = [
+        (layout.version not in (1, 2), f"there is FSDP 1 and 2, not {layout.version}"),
+        (dies % shards, f"an FSDP size of {shards} must divide the {dies} dies"),
+        (dies % sp, f"SP{sp} must divide the {dies} dies"),
+        (model.heads % sp, f"SP{sp} must divide the {model.heads} attention heads"),
+        (
+            model.kv_heads % sp and sp % model.kv_heads,
+            f"SP{sp} must divide the {model.kv_heads} key-value heads or be a multiple of it",
+        ),
+        (layout.recompute not in CHOICES["recompute"], f"recompute={layout.recompute} is unknown"),
+        (layout.offload_policy and layout.version == 1, "offload_policy needs FSDP2"),
+    ]
+    return [message for wrong, message in checks if wrong]
+
+
+def _fsdp_peak(model: Model, layout: Fsdp) -> dict[str, int]:
+    units = fsdp_units(model, layout.version)
+    sharded = sum(count * shard_numel(shapes, layout.shards, layout.version) for count, shapes in units)
+    weights = layout.parameter_bytes * sharded
+    numels = [sum(map(math.prod, shapes)) for _, shapes in units]
+    unit, root = max(numels[:-1]), numels[-1]  # the root stays whole until the end of backward
+    gathered = max(UNIT_BYTES * unit + 4 * root, 8 * root)
+    if not layout.reshard_after_forward:
+        gathered += WEIGHT_BYTES * sum(count * numel for (count, _), numel in zip(units, numels, strict=True))
+
+    tokens = layout.max_token_len_per_gpu
+    working = attention_activation_bytes(model, tokens) + mlp_activation_bytes(model, tokens)
+    kept = WEIGHT_BYTES * tokens * model.hidden if layout.recompute == "full" else working
+    states = {
+        "weights": weights,
+        "gradients": weights,
+        "optimizer": ADAM_MOMENTS * weights,
+        "step": weights,  # torch's foreach AdamW: the root of the second moment
+    }
+    if layout.offload_policy:
+        states = dict.fromkeys(states, 0)
+    parts = states | {
+        "gathered": gathered,
+        "activations": model.layers * kept,
+        "working": working,
+        "logits": LOGIT_BYTES * tokens * model.vocabulary,
+    }
+    update = gathered + parts["activations"] + max(working, parts["logits"])
+    resident = parts["weights"] + parts["gradients"] + parts["optimizer"]
+    return parts | {"peak_bytes": resident + max(parts["step"], update)}
+
+
+def plan_fsdp(
+    model: Model, layout: Fsdp, hbm_gib: float = HBM_GIB, reserve_gib: float = RESERVE_GIB
+) -> FsdpPlan:
+    """Memory of an FSDP layout, and its limits. Raises PlanError if the layout is illegal."""
+    if problems := fsdp_problems(model, layout):
+        raise PlanError("training: " + "; ".join(problems))
+    budget = int((hbm_gib - reserve_gib) * GIB)
+    parts = _fsdp_peak(model, layout)
+    tokens = _largest(
+        lambda n: _fsdp_peak(model, replace(layout, max_token_len_per_gpu=n))["peak_bytes"] <= budget, 1 << 22
+    )
+    return FsdpPlan(
+        layout=layout,
+        dp=layout.dp,
+        budget_bytes=budget,
+        fits=parts["peak_bytes"] <= budget,
+        max_token_len_per_gpu=tokens,
+        max_sequence_tokens=tokens * layout.sp,
+        **parts,
+    )
+
+
+def bytes_kept_in_rollout(trained: TrainingPlan | FsdpPlan) -> int:
+    """What the trainer leaves on a die during the rollout. verl moves Megatron's gradients with the weights;
+    FSDP's are freed.
+    """
+    if isinstance(trained, FsdpPlan):
+        weights = 0 if trained.layout.param_offload else trained.weights
+        return weights + (0 if trained.layout.optimizer_offload else trained.optimizer)
     resident, offload = trained.layout.optimizer == "resident", trained.layout.param_offload
     return max(
         (0 if offload else stage.weights + stage.gradients) + (stage.optimizer if resident else 0)
@@ -605,7 +782,7 @@ def plan_rollout(
 
 def plan(
     model: Model,
-    training: Training | None = None,
+    training: Training | Fsdp | None = None,
     rollout: Rollout | None = None,
     hbm_gib: float = HBM_GIB,
     reserve_gib: float = RESERVE_GIB,
@@ -615,10 +792,19 @@ def plan(
         raise PlanError(
             f"training has {training.dies} dies and rollout {rollout.dies}: both use the same dies"
         )
-    trained = plan_training(model, training, hbm_gib, reserve_gib) if training else None
+    trained: TrainingPlan | FsdpPlan | None = None
+    sync = 0
+    if isinstance(training, Fsdp):
+        trained = plan_fsdp(model, training, hbm_gib, reserve_gib)
+        largest = (
+            training.parameter_bytes * model.vocabulary * model.hidden
+        )  # tensors are gathered one by one
+        sync = trained.weights + largest
+    elif training:
+        trained = plan_training(model, training, hbm_gib, reserve_gib)
+        sync = max(stage.weights for stage in trained.stages)
     left = bytes_kept_in_rollout(trained) if trained else 0
     rolled = plan_rollout(model, rollout, left, hbm_gib, reserve_gib) if rollout else None
-    sync = max((stage.weights for stage in trained.stages), default=0) if trained else 0
     sync += rolled.weights_bytes if rolled else 0
     fits = all(part.fits for part in (trained, rolled) if part) and sync <= (hbm_gib - reserve_gib) * GIB
     return Plan(model, trained, rolled, sync, fits)
@@ -677,6 +863,24 @@ def suggest_training(
             ranked[group] = min(ranked.get(group, (key, layout)), (key, layout), key=lambda pair: pair[0])
     best = sorted(ranked.values(), key=lambda pair: pair[0])[:count]
     return [plan_training(model, layout, hbm_gib, reserve_gib) for _, layout in best]
+
+
+def suggest_fsdp(
+    model: Model, base: Fsdp, hbm_gib: float = HBM_GIB, reserve_gib: float = RESERVE_GIB, count: int = 5
+) -> list[FsdpPlan]:
+    """The ``count`` best legal layouts that fit; a micro-batch stays as long as tokens times SP of ``base``.
+    Rule: small SP (more data parallelism), then few dies that share the states (less traffic), at least a
+    node of them.
+    """
+    tokens, node = base.max_token_len_per_gpu * base.sp, min(base.dies, DIES_PER_NODE)
+    layouts = [
+        replace(base, sp=sp, size=size, max_token_len_per_gpu=math.ceil(tokens / sp))
+        for sp in _divisors(node)
+        for size in _divisors(base.dies)
+        if size >= node
+    ]
+    plans = (plan_fsdp(model, one, hbm_gib, reserve_gib) for one in layouts if not fsdp_problems(model, one))
+    return [one for one in plans if one.fits][:count]
 
 
 def suggest_rollout(
@@ -745,6 +949,26 @@ def training_text(one: TrainingPlan) -> list[str]:
     return lines
 
 
+def fsdp_name(layout: Fsdp) -> str:
+    replicas = f" x {layout.dies // layout.shards} replicas" if layout.shards < layout.dies else ""
+    return f"FSDP{layout.version} over {layout.shards}{replicas} SP{layout.sp} DP{layout.dp}"
+
+
+def fsdp_text(one: FsdpPlan) -> list[str]:
+    layout = one.layout
+    where = "in host memory" if layout.offload_policy else "on the die"
+    return [
+        f"training {fsdp_name(layout)}, {layout.max_token_len_per_gpu} tokens a die, recompute "
+        f"{layout.recompute}, states {where}",
+        "  weights    grads  optimizer  gathered  activations  working  logits     step  peak GiB",
+        f"  {gib(one.weights):>7s} {gib(one.gradients):>8s} {gib(one.optimizer):>10s} "
+        f"{gib(one.gathered):>9s} {gib(one.activations):>12s} {gib(one.working):>8s} {gib(one.logits):>7s} "
+        f"{gib(one.step):>8s} {gib(one.peak_bytes):>9s}",
+        f"  {verdict(one.fits)}: peak {gib(one.peak_bytes)} of {gib(one.budget_bytes)} GiB; "
+        f"largest max_token_len_per_gpu {one.max_token_len_per_gpu} (sequence {one.max_sequence_tokens})",
+    ]
+
+
 def rollout_text(one: RolloutPlan) -> list[str]:
     split = ", ".join(f"{name} {gib(size)}" for name, size in one.weights.items())
     return [
@@ -762,21 +986,26 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m ascend_rl.memory_plan",
         description="Plan the HBM of training and rollout; status 0: fits, 1: does not, 2: wrong arguments.",
         epilog="Example: --model qwen3-235b-a22b --dies 128 --tp 4 --pp 4 --cp 4 --ep 32 --rollout-tp 4 "
-        "--rollout-ep 128. Without --tp or --rollout-tp the best suggestion is planned.",
+        "--rollout-ep 128. Without --tp (--sp with --fsdp) or --rollout-tp the best suggestion is planned.",
     )
     parser.add_argument("--model", required=True, help=f"{', '.join(CONFIGS)}, or a path to a config.json")
     parser.add_argument("--dies", type=int, required=True, help="dies of both phases, 16 a node on A3")
     for name in ("tp", "pp", "cp", "ep", "etp"):
         parser.add_argument(f"--{name}", type=int, help=f"training {name.upper()}")
+    parser.add_argument("--fsdp", type=int, choices=(1, 2), help="train with FSDP 1 or 2, not with Megatron")
+    parser.add_argument("--fsdp-size", type=int, default=0, help="dies that share the states; default all")
+    parser.add_argument("--sp", type=int, help="Ulysses SP of FSDP")
+    parser.add_argument("--offload-policy", action="store_true", help="FSDP2: states stay in host memory")
     parser.add_argument("--rollout-tp", type=int, help="rollout TP")
     parser.add_argument("--rollout-ep", type=int, help="rollout EP: 1, or TP * data_parallel_size")
     parser.add_argument("--prompt", type=int, default=2048, help="longest prompt, tokens")
     parser.add_argument("--response", type=int, default=32768, help="longest response, tokens")
-    parser.add_argument("--max-token-len-per-gpu", type=int, help="default (prompt + response) / CP")
+    parser.add_argument("--max-token-len-per-gpu", type=int, help="default (prompt + response) / CP or SP")
     parser.add_argument("--layer-split", help="layers of each stage, as 23,24,24,23")
     for name, values in CHOICES.items():
         default = getattr(Training, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", choices=values, default=default)
+        also = " (FSDP: full)" if name == "recompute" else " (FSDP: offload)" if name == "optimizer" else ""
+        parser.add_argument(f"--{name.replace('_', '-')}", choices=values, help=f"default {default}{also}")
     parser.add_argument("--imbalance", type=float, default=1.0, help="tokens of the fullest rank / mean")
     parser.add_argument("--no-param-offload", action="store_true", help="weights stay during the rollout")
     parser.add_argument("--max-num-seqs", type=int, default=Rollout.max_num_seqs)
@@ -789,23 +1018,46 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _layouts(arguments: argparse.Namespace) -> tuple[Training, Rollout]:
-    sequence, cp = arguments.prompt + arguments.response, arguments.cp or 1
-    if min(sequence, cp, arguments.dies) < 1:
-        raise PlanError("--dies, --cp and --prompt + --response must be at least 1")
-    training = Training(
+def _fsdp_layout(arguments: argparse.Namespace, tokens: int) -> Fsdp:
+    if arguments.optimizer == "swap":
+        raise PlanError("--optimizer swap is MindSpeed's: FSDP has offload and resident")
+    return Fsdp(
         dies=arguments.dies,
-        tp=arguments.tp or 1,
-        pp=arguments.pp or 1,
-        cp=cp,
-        ep=arguments.ep or 1,
-        etp=arguments.etp or 1,
-        max_token_len_per_gpu=arguments.max_token_len_per_gpu or math.ceil(sequence / cp),
-        imbalance=arguments.imbalance,
-        layer_split=tuple(int(n) for n in (arguments.layer_split or "").split(",") if n),
+        size=arguments.fsdp_size,
+        sp=arguments.sp or 1,
+        version=arguments.fsdp,
+        max_token_len_per_gpu=tokens,
+        recompute=arguments.recompute or Fsdp.recompute,
         param_offload=not arguments.no_param_offload,
-        **{name: getattr(arguments, name) for name in CHOICES},
+        optimizer_offload=arguments.optimizer != "resident",
+        offload_policy=arguments.offload_policy,
     )
+
+
+def _layouts(arguments: argparse.Namespace) -> tuple[Training | Fsdp, Rollout]:
+    sequence, split = arguments.prompt + arguments.response, arguments.cp or 1
+    if arguments.fsdp:
+        split = arguments.sp or 1
+    if min(sequence, split, arguments.dies) < 1:
+        raise PlanError("--dies, --cp, --sp and --prompt + --response must be at least 1")
+    tokens = arguments.max_token_len_per_gpu or math.ceil(sequence / split)
+    training: Training | Fsdp
+    if arguments.fsdp:
+        training = _fsdp_layout(arguments, tokens)
+    else:
+        training = Training(
+            dies=arguments.dies,
+            tp=arguments.tp or 1,
+            pp=arguments.pp or 1,
+            cp=split,
+            ep=arguments.ep or 1,
+            etp=arguments.etp or 1,
+            max_token_len_per_gpu=tokens,
+            imbalance=arguments.imbalance,
+            layer_split=tuple(int(n) for n in (arguments.layer_split or "").split(",") if n),
+            param_offload=not arguments.no_param_offload,
+            **{name: getattr(arguments, name) or getattr(Training, name) for name in CHOICES},
+        )
     rollout = Rollout(
         dies=arguments.dies,
         tp=arguments.rollout_tp or 1,
@@ -818,6 +1070,20 @@ def _layouts(arguments: argparse.Namespace) -> tuple[Training, Rollout]:
     return training, rollout
 
 
+def _training_line(one: TrainingPlan) -> str:
+    return (
+        f"  {training_name(one.layout):32s} peak {gib(one.peak_bytes):>5s} GiB, imbalance up to "
+        f"{one.max_imbalance:.1f} of {one.worst_imbalance:.1f}, sequence up to {one.max_sequence_tokens}"
+    )
+
+
+def _fsdp_line(one: FsdpPlan) -> str:
+    return (
+        f"  {fsdp_name(one.layout):42s} peak {gib(one.peak_bytes):>5s} GiB, "
+        f"sequence up to {one.max_sequence_tokens}"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -826,10 +1092,15 @@ def main(argv: list[str] | None = None) -> int:
         model = Model.load(arguments.model)
         training, rollout = _layouts(arguments)
         count = max(1, arguments.suggest)
-        trainings = suggest_training(model, training, count=count, **memory)
-        if arguments.tp is None and trainings:
+        if isinstance(training, Fsdp):
+            trainings = suggest_fsdp(model, training, count=count, **memory)
+            chosen = arguments.sp is not None
+        else:
+            trainings = suggest_training(model, training, count=count, **memory)
+            chosen = arguments.tp is not None
+        if not chosen and trainings:
             training = trainings[0].layout
-        left = bytes_kept_in_rollout(plan_training(model, training, **memory))
+        left = bytes_kept_in_rollout(plan(model, training, **memory).training)
         rollouts = suggest_rollout(model, rollout, left, count=count, **memory)
         if arguments.rollout_tp is None and rollouts:
             rollout = rollouts[0].layout
@@ -840,14 +1111,14 @@ def main(argv: list[str] | None = None) -> int:
         suggestions = {"training": [asdict(p) for p in trainings], "rollout": [asdict(p) for p in rollouts]}
         print(json.dumps(asdict(result) | {"suggestions": suggestions}, indent=1))
         return int(not result.fits)
-    lines = training_text(result.training) + rollout_text(result.rollout)
+    describe, suggested = (fsdp_text, _fsdp_line) if arguments.fsdp else (training_text, _training_line)
+    lines = describe(result.training) + rollout_text(result.rollout)
     lines.append(f"weight sync: {gib(result.sync_bytes)} GiB, both engines' weights on a die")
     lines.append("suggested for training, best first (full plan with --json):")
-    lines += [
-        f"  {training_name(p.layout):32s} peak {gib(p.peak_bytes):>5s} GiB, imbalance up to "
-        f"{p.max_imbalance:.1f} of {p.worst_imbalance:.1f}, sequence up to {p.max_sequence_tokens}"
-        for p in trainings
-    ] or ["  none fits; try more dies, --recompute full, --optimizer swap or a shorter response"]
+    lines += [suggested(one) for one in trainings] or [
+        "  none fits; try more dies, --recompute full, a shorter response, or --optimizer swap "
+        "(FSDP: --offload-policy)"
+    ]
     lines.append("suggested for rollout, best first:")
     lines += [
         f"  {rollout_name(p.layout):32s} weights {gib(p.weights_bytes):>5s} GiB, {p.max_num_seqs} full "

@@ -206,6 +206,8 @@ def test_the_planner_is_asked(on_base):
     """Out of memory in the update, and 7B models on too few dies, of the two FAQs."""
     large = [f"{ACTOR}.ppo_max_token_len_per_gpu=900000", f"{ROLLOUT}.gpu_memory_utilization=0.1"]
     assert checks(linter.lint(on_base("megatron"), None, large)) == {"train.memory", "rollout.memory"}
+    large = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=64"]
+    assert checks(linter.lint(on_base("fsdp"), None, large)) == {"train.memory"}
     many = [f"{ROLLOUT}.max_num_seqs=4096", f"{ROLLOUT}.cudagraph_capture_sizes=[4096]"]
     assert "rollout.kv_capacity" in checks(linter.lint(on_base("megatron"), None, many), "info")
 

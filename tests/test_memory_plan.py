@@ -393,6 +393,95 @@ def test_suggestions_are_legal_fit_and_are_ranked():
     assert (best.tp, best.ep) == (4, 128)  # published
 
 
+# -------------------------------------------------------------------------------------------------- FSDP
+
+DENSE = Model.load("qwen3-32b")
+FSDP = mp.Fsdp(dies=64, sp=4, max_token_len_per_gpu=8192)  # the published GSPO run
+
+
+@pytest.mark.parametrize("name", mp.CONFIGS)
+def test_units_of_fsdp_are_hugging_faces_tensors(name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model, experts = Model.load(name), {"num_experts": 3} if "num_experts" in mp.CONFIGS[name] else {}
+    model = replace(model, layers=2, experts=experts.get("num_experts", 0))
+    config = AutoConfig.for_model(**mp.CONFIGS[name] | {"num_hidden_layers": 2} | experts)
+    with torch.device("meta"):
+        theirs = sorted(tuple(p.shape) for p in AutoModelForCausalLM.from_config(config).parameters())
+    for version in (1, 2):
+        units = mp.fsdp_units(model, version)
+        assert sorted(shape for count, shapes in units for shape in shapes * count) == theirs
+
+
+def test_states_are_fp32_and_shared_over_the_fsdp_size():
+    one = mp.plan_fsdp(DENSE, FSDP)
+    assert one.weights == one.gradients == one.step == 4 * PARAMETERS["qwen3-32b"] // 64
+    assert one.optimizer == 2 * one.weights and one.fits
+    replicas = mp.plan_fsdp(DENSE, replace(FSDP, size=16))
+    assert replicas.weights == 4 * one.weights and replicas.gathered == one.gathered
+    away = mp.plan_fsdp(DENSE, replace(FSDP, offload_policy=True))
+    assert away.weights == away.gradients == away.optimizer == away.step == 0
+    assert one.peak_bytes - away.peak_bytes == 4 * one.weights
+    whole_model = mp.plan_fsdp(DENSE, replace(FSDP, reshard_after_forward=False))
+    assert whole_model.gathered - one.gathered == 2 * PARAMETERS["qwen3-32b"]
+
+
+def test_checkpointing_keeps_the_input_of_each_layer():
+    kept = mp.plan_fsdp(DENSE, replace(FSDP, recompute="none"))
+    assert kept.activations == DENSE.layers * kept.working
+    assert mp.plan_fsdp(DENSE, FSDP).activations == DENSE.layers * 2 * 8192 * DENSE.hidden
+
+
+def test_the_largest_token_budget_of_fsdp_fits_and_no_larger_one():
+    one = mp.plan_fsdp(DENSE, FSDP)
+    tokens = one.max_token_len_per_gpu
+    assert one.max_sequence_tokens == 4 * tokens
+    assert mp.plan_fsdp(DENSE, replace(FSDP, max_token_len_per_gpu=tokens)).fits
+    assert not mp.plan_fsdp(DENSE, replace(FSDP, max_token_len_per_gpu=tokens + 1)).fits
+
+
+def test_the_rollout_finds_what_fsdp_leaves_on_the_die():
+    rollout = Rollout(dies=64, tp=4, max_model_len=32768, max_num_batched_tokens=32768)
+    for param, optimizer, parts in [(True, True, 0), (False, True, 1), (True, False, 2), (False, False, 3)]:
+        both = mp.plan(DENSE, replace(FSDP, param_offload=param, optimizer_offload=optimizer), rollout)
+        assert both.rollout.training_bytes == parts * both.training.weights
+        largest = 4 * DENSE.vocabulary * DENSE.hidden
+        assert both.sync_bytes == both.training.weights + largest + both.rollout.weights_bytes
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (dict(size=48), "size of 48 must divide the 64 dies"),
+        (dict(sp=3), "must divide the 64 dies"),
+        (dict(dies=96, sp=3), "64 attention heads"),
+        (dict(version=3), "FSDP 1 and 2"),
+        (dict(recompute="half"), "recompute=half"),
+        (dict(version=1, offload_policy=True), "needs FSDP2"),
+        (dict(sp=0), "at least 1"),
+    ],
+)
+def test_illegal_fsdp_layouts_are_explained(change, message):
+    with pytest.raises(PlanError, match=message):
+        mp.plan(DENSE, replace(FSDP, **change))
+
+
+def test_fsdp_on_the_command_line(capsys):
+    run = "--model qwen3-32b --dies 64 --fsdp 2 --prompt 16384 --response 16384 --rollout-tp 4".split()
+    assert mp.main([*run, "--sp", "4"]) == 0
+    assert "FSDP2 over 64 SP4 DP16" in capsys.readouterr().out
+    assert mp.main([*run, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    layouts = [mp.Fsdp(**one["layout"]) for one in shown["suggestions"]["training"]]
+    assert layouts[0].sp == 2 == shown["training"]["layout"]["sp"]  # SP1 does not fit
+    assert all(not mp.fsdp_problems(DENSE, one) and one.shards >= 16 for one in layouts)
+    assert [one.sp for one in layouts] == sorted(one.sp for one in layouts)
+    assert mp.main([*run, "--sp", "4", "--fsdp-size", "8"]) == 1
+    with pytest.raises(SystemExit):
+        mp.main([*run, "--optimizer", "swap"])
+    assert "MindSpeed" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------- command line
 
 
