@@ -17,6 +17,7 @@ the model can add and usually does not. RL has to find out which of the two is r
 from __future__ import annotations
 
 import argparse
+import fcntl
 import random
 import shutil
 from pathlib import Path
@@ -25,6 +26,7 @@ DIGITS_MAX = 99
 HELD_OUT_SHARE = 0.1
 CARELESS_SHARE = 0.7
 DATA_SOURCE = "tiny/addition"
+MARKER = "arguments.txt"
 
 
 def respond(total: str) -> str:
@@ -211,7 +213,35 @@ def write_parquet(path: Path, pairs: list[tuple[int, int]], split: str) -> None:
     ).to_parquet(path)
 
 
-def main() -> None:
+def make(out: Path, arguments: argparse.Namespace, description: str) -> None:
+    """Model, tokenizer and task in ``out``, which appears when it is complete."""
+    import torch
+
+    torch.set_num_threads(1)  # as fast for a model this small, and much faster on a busy machine
+    torch.manual_seed(arguments.seed)
+    training, held_out = operand_pairs(arguments.seed)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, arguments.seed, arguments.moe)
+    reached = warm_start(model, tokenizer, training, arguments.seed, arguments.warm_start)
+
+    building = out.with_name(f".{out.name}.building")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    model.save_pretrained(building / "model")
+    tokenizer.save_pretrained(building / "model")
+    write_parquet(building / "train.parquet", training, "train")
+    write_parquet(building / "val.parquet", held_out[: arguments.validation], "validation")
+    (building / MARKER).write_text(description)
+    building.rename(out)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"{out}: {model.config.model_type} with {parameters:,} parameters, "
+        f"careful {reached:.0%} of the time; "
+        f"{len(training)} training and {min(arguments.validation, len(held_out))} held-out prompts"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Make the tiny Qwen3, its tokenizer and its task.")
     parser.add_argument(
         "--out", type=Path, required=True, help="directory to make; left alone if it is complete"
@@ -226,45 +256,25 @@ def main() -> None:
     )
     parser.add_argument("--moe", action="store_true", help="make a Qwen3-MoE")
     parser.add_argument("--validation", type=int, default=256, metavar="N", help="held-out prompts to keep")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
-    marker = args.out / "arguments.txt"
-    arguments = (
+    description = (
         f"seed={args.seed} warm_start={args.warm_start} validation={args.validation}{' moe' * args.moe}\n"
     )
-    if marker.exists():
-        if marker.read_text() == arguments:
-            return
+    if not args.out.exists():
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.with_name(f".{args.out.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # while another first run makes it
+            if not args.out.exists():
+                make(args.out, args, description)
+                return
+    marker = args.out / MARKER
+    if not marker.exists():
+        parser.error(f"{args.out} exists but is not complete: remove it, or choose another --out")
+    if marker.read_text() != description:
         parser.error(
             f"{args.out} was made with other arguments ({marker.read_text().strip()}): choose another --out"
         )
-    if args.out.exists():
-        parser.error(f"{args.out} exists but is not complete: remove it, or choose another --out")
-
-    import torch
-
-    torch.set_num_threads(1)  # as fast for a model this small, and much faster on a busy machine
-    torch.manual_seed(args.seed)
-    training, held_out = operand_pairs(args.seed)
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer, args.seed, args.moe)
-    reached = warm_start(model, tokenizer, training, args.seed, args.warm_start)
-
-    building = args.out.with_name(f".{args.out.name}.building")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    model.save_pretrained(building / "model")
-    tokenizer.save_pretrained(building / "model")
-    write_parquet(building / "train.parquet", training, "train")
-    write_parquet(building / "val.parquet", held_out[: args.validation], "validation")
-    (building / marker.name).write_text(arguments)
-    building.rename(args.out)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"{args.out}: {model.config.model_type} with {parameters:,} parameters, "
-        f"careful {reached:.0%} of the time; "
-        f"{len(training)} training and {min(args.validation, len(held_out))} held-out prompts"
-    )
 
 
 if __name__ == "__main__":

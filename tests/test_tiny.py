@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 import pytest
@@ -213,6 +215,23 @@ def test_second_run_is_a_no_op(tiny):
 def test_other_arguments_are_refused(tiny, arguments):
     result = command("--out", tiny, *arguments)
     assert result.returncode == 2 and "was made with other arguments (seed=0 warm_start=0.9" in result.stderr
+
+
+def test_two_first_runs_at_once_make_it_once(tmp_path, monkeypatch):
+    starts = []
+
+    def slowly(*arguments) -> float:
+        starts.append(arguments)
+        time.sleep(0.5)
+        return 1.0
+
+    monkeypatch.setattr(module, "warm_start", slowly)
+    out = tmp_path / "data/tiny"
+    arguments = ["--out", str(out), "--validation", "8"]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(module.main, [arguments] * 3)) == [None] * 3
+    assert len(starts) == 1 and len(pd.read_parquet(out / "val.parquet")) == 8
+    assert {path.name for path in out.parent.iterdir()} == {"tiny", ".tiny.lock"}
 
 
 def test_an_incomplete_directory_is_refused(tmp_path):
