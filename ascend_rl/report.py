@@ -79,6 +79,16 @@ def summarise(rows: list[dict], wall_s: float | None) -> dict:
     }
 
 
+def as_json(report: dict) -> str:
+    """JSON has no NaN: figures that are not finite become null, as verl writes them."""
+    def finite(value):
+        if isinstance(value, dict):
+            return {key: finite(one) for key, one in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(report), indent=2, allow_nan=False) + "\n"
+
+
 def shortfalls(report: dict, min_reward: float, max_probs_diff: float | None) -> list[str]:
     """What keeps a run from being a success; NaN does."""
     problems = [f"{key} is {report[key]:.3f}, expected at least {min_reward}"
@@ -158,7 +168,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = read_metrics(args.run / "metrics.jsonl")
     report = summarise(rows, args.wall)
-    (args.run / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    (args.run / "report.json").write_text(as_json(report))
     others = [(run.resolve().name, read_metrics(run / "metrics.jsonl")) for run in args.compare]
     plot([(args.run.resolve().name, rows), *others], args.run / "report.png")
     print(table(report))

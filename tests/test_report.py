@@ -130,6 +130,21 @@ def test_nan_is_not_lost(tmp_path, position):
     assert len(report.shortfalls(found, 0, 1.0)) == 1
 
 
+def test_the_report_of_a_run_with_nan_is_json(tmp_path):
+    rows = records()
+    for key in ("training/rollout_probs_diff_max", "critic/rewards/mean", "timing_s/gen"):
+        rows[-1]["data"][key] = None
+    result = command(write(tmp_path, rows))
+    assert result.returncode == 1 and "final_reward is nan" in result.stderr
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    written = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
+    assert written["max_rollout_probs_diff"] is None and written["final_reward"] is None
+    assert written["steps"] == 6 and written["median_phase_s"]["update"] == pytest.approx(0.3)
+
+
 def test_shortfalls(run):
     found = figures(run)
     assert report.shortfalls(found, 0, None) == []
