@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import memory_plan
+from . import dapo, memory_plan
 from .lint_setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup, published, rule
-from .verl_config import package
 
 LOCAL_DIRECTORIES = ("/tmp", "/var", "/dev/shm")
 GSPO_LOSSES = ("gspo", "gspo_token")
@@ -543,14 +542,15 @@ def _(s):
 @rule(
     "algorithm.filter_groups",
     "error",
-    "filter_groups only with a trainer that reads it",
-    why="verl 0.7.1 has no dynamic sampling: the key is refused, and with a + accepted and ignored",
-    fix="remove algorithm.filter_groups.*",
+    "filter_groups with settings that let groups vary and fill a batch",
+    why="otherwise dynamic sampling stops the run, at its start or after its last generation batch",
+    fix="see docs/dapo.md",
 )
 def _(s):
-    keys = [key for key in s.given if key.startswith("algorithm.filter_groups")]
-    if keys and not any("filter_groups" in file.read_text() for file in package().glob("trainer/ppo/*.py")):
-        yield keys[0], "nothing reads it"
+    from omegaconf import OmegaConf
+
+    if s.get("algorithm.filter_groups.enable"):
+        yield from dapo.problems(OmegaConf.create(s.config))
 
 
 @rule(

@@ -78,12 +78,14 @@ dapo_loss() {
     )
 }
 
-# DAPO's fourth idea, sampling again for groups whose responses are all right or all wrong: verl 0.7.1 has its switch
-# (filter_groups) and nothing that reads it. Such groups then have advantage 0 and train nothing.
+# DAPO's dynamic sampling: groups whose responses are all right or all wrong have advantage 0. They are left out, and more
+# prompts are sampled until the batch is full (docs/dapo.md).
 dynamic_sampling() {
-    [ "${DYNAMIC_SAMPLING:-0}" = 0 ] || \
-        die "DYNAMIC_SAMPLING=$DYNAMIC_SAMPLING: verl 0.7.1 has no dynamic sampling; leave it 0"
-    log "this DAPO run has no dynamic sampling: verl 0.7.1 does not have it (docs/recipes.md)"
+    ARGS+=(
+        algorithm.filter_groups.enable=True
+        algorithm.filter_groups.metric=acc
+        algorithm.filter_groups.max_num_gen_batches=10
+    )
 }
 
 # Where it runs and where results go. A rollout of 32K responses takes up to two hours, in which ranks wait for each

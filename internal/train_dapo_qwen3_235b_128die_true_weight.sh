@@ -6,7 +6,7 @@
 # Example:  DIST_CKPT_PATH=/shared/Qwen3-235B-A22B-mcore bash ray_start_npu.sh \
 #               internal/train_dapo_qwen3_235b_128die_true_weight.sh internal/qwen3_235b_env.sh
 # Hardware: 8 Atlas A3 nodes of 16 dies, storage that all of them see
-# Duration: published: 6620 s for the first step, with two generation batches, which this run does not have
+# Duration: published: 6620 s for the first step, with two generation batches
 #
 # Variables: NNODES (8), NPUS_PER_NODE (16), MODEL_PATH, DIST_CKPT_PATH (MODEL_PATH-mcore), TRAIN_FILE (DAPO-Math-17k),
 #            TEST_FILE (AIME), OUTPUT_DIR, OVERLONG (False: the penalty on responses near the limit); SMOKE=1 runs
@@ -19,7 +19,6 @@ use_python
 dies 8 16
 inputs Qwen/Qwen3-235B-A22B dapo_math aime
 distributed_checkpoint
-dynamic_sampling
 
 MAX_PROMPT=2048 MAX_RESPONSE=34816 OVERLONG_LEN=8192 OVERLONG_FACTOR=0.1
 TRAIN_BATCH=128 MINI_BATCH=128      # one update a step: on-policy
@@ -37,7 +36,7 @@ ARGS=(
     data.shuffle=False
     data.train_batch_size="$TRAIN_BATCH"
 
-    # DAPO: GRPO's advantages over 16 responses a prompt; its loss is in dapo_loss.
+    # DAPO: GRPO's advantages over 16 responses a prompt; loss and dynamic sampling are in recipe.sh.
     algorithm.adv_estimator=grpo
     actor_rollout_ref.actor.entropy_coeff=0
     actor_rollout_ref.rollout.n=16
@@ -63,10 +62,11 @@ ARGS=(
     trainer.save_freq=-1
 )
 dapo_loss
+dynamic_sampling
 qwen3_235b_layout
 math_reward
 overlong_penalty
 trainer
 smoke moe megatron
 
-train verl.trainer.main_ppo "${ARGS[@]}" "$@"
+train verl.trainer.main_dapo "${ARGS[@]}" "$@"

@@ -16,7 +16,6 @@ case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
 use_python
 dies 2 16
 inputs Qwen/Qwen3-32B dapo_math aime
-dynamic_sampling
 
 MAX_PROMPT=2048 MAX_RESPONSE=34816 OVERLONG_LEN=16384 OVERLONG_FACTOR=0.1
 TRAIN_BATCH=32 MINI_BATCH=32      # one update a step: on-policy
@@ -34,7 +33,7 @@ ARGS=(
     data.shuffle=False
     data.train_batch_size="$TRAIN_BATCH"
 
-    # DAPO: GRPO's advantages over 16 responses a prompt; its loss is in dapo_loss.
+    # DAPO: GRPO's advantages over 16 responses a prompt; loss and dynamic sampling are in recipe.sh.
     algorithm.adv_estimator=grpo
     actor_rollout_ref.actor.entropy_coeff=0
     actor_rollout_ref.rollout.n=16
@@ -60,10 +59,11 @@ ARGS=(
     trainer.save_freq=-1
 )
 dapo_loss
+dynamic_sampling
 qwen3_32b_layout
 math_reward
 overlong_penalty
 trainer
 smoke dense megatron
 
-train verl.trainer.main_ppo "${ARGS[@]}" "$@"
+train verl.trainer.main_dapo "${ARGS[@]}" "$@"

@@ -8,7 +8,7 @@
 #
 # Variables: STEPS (80), NNODES (1), NPUS_PER_NODE (1 worker and vLLM server each), DATA_DIR (data/tiny),
 #            OUTPUT_DIR (outputs/gspo_qwen3_tiny_cpu), LOSS_MODE (gspo), LOSS_AGG_MODE (seq-mean-token-mean),
-#            CLIP_RATIO_LOW and CLIP_RATIO_HIGH (0.003, 0.004)
+#            CLIP_RATIO_LOW and CLIP_RATIO_HIGH (0.003, 0.004), MAIN (main_ppo: the module of verl.trainer)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
 use_python
@@ -91,4 +91,4 @@ ARGS=(
     hydra.run.dir="$OUTPUT_DIR/hydra"
 )
 
-train verl.trainer.main_ppo "${ARGS[@]}" "$@"
+train "verl.trainer.${MAIN:-main_ppo}" "${ARGS[@]}" "$@"

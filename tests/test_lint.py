@@ -302,7 +302,7 @@ def test_a_script_that_ends_early_says_why(tmp_path):
     )
     (finding,) = linter.lint(script)
     assert finding.check == "script.no_training" and "set DATA" in finding.why
-    script.write_text("python3 -m verl.trainer.main_dapo\n")
+    script.write_text("python3 -m verl.trainer.main_nonesuch\n")
     assert checks(linter.lint(script)) == {"script.unknown_module"}
     script.write_text("python3 -m verl.trainer.main_ppo --config-name=nonesuch\n")
     assert checks(linter.lint(script)) == {"config.name"}

@@ -75,7 +75,7 @@ DAPO_LOSS = {
     "algorithm.kl_ctrl.kl_coef", "algorithm.rollout_correction.rollout_is",
     "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_coef",
     "actor_rollout_ref.actor.clip_ratio_high", "actor_rollout_ref.actor.clip_ratio_c",
-    "reward.reward_manager.name", "reward.reward_kwargs.max_resp_len",
+    "reward.reward_manager.name", "reward.reward_kwargs.max_resp_len", "algorithm.filter_groups.enable",
     *(f"reward.reward_kwargs.overlong_buffer_cfg.{key}"
       for key in ("enable", "len", "penalty_factor", "log")),
 }
@@ -119,7 +119,7 @@ def lists() -> dict[tuple[str, bool], list[str]]:
         run = dry_run(case[0], SMOKE=str(int(case[1])))
         assert run.returncode == 0, run.stderr
         printed = json.loads(run.stdout)
-        assert printed["module"] == "verl.trainer.main_ppo"
+        assert printed["module"] == f"verl.trainer.main_{'dapo' if case[0].startswith('dapo') else 'ppo'}"
         return case, printed["args"]
 
     with ThreadPoolExecutor(4) as pool:
@@ -253,6 +253,8 @@ def test_published_parameters(configs, name, published):
         assert (correction.rollout_is, correction.rollout_is_threshold) == ("token", 2)
         assert not actor.use_kl_loss
         assert not config.reward.reward_kwargs.overlong_buffer_cfg.enable
+        groups = config.algorithm.filter_groups
+        assert (groups.enable, groups.metric, groups.max_num_gen_batches) == (True, "acc", 10)
     else:
         assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.001, "low_var_kl")
 
@@ -294,7 +296,6 @@ def test_four_nodes_give_the_published_layout_of_the_30b():
     ("grpo_qwen3_235b_128die_true_weight", {"NNODES": "3"}, "multiple of TP x PP x CP = 4 x 4 x 4: 48"),
     ("grpo_qwen3_235b_128die_random_init", {"NNODES": "16"}, "128 experts over 256 dies"),
     ("grpo_qwen3_32b_32die_true_weight", {"NPUS_PER_NODE": "8"}, "multiple of TP x PP x CP = 8 x 2 x 2: 16"),
-    ("dapo_qwen3_32b_32die_true_weight", {"DYNAMIC_SAMPLING": "1"}, "verl 0.7.1 has no dynamic sampling"),
     ("gspo_qwen3_32b_64die_true_weight", {"DRY_RUN": "0"}, "bash download_weights.sh Qwen/Qwen3-32B --out"),
     ("gspo_qwen2_5_3b_8die_fsdp", {"DRY_RUN": "0", "MODEL_PATH": "data/tiny/model"}, "ascend_rl.data gsm8k"),
 ])
@@ -303,10 +304,6 @@ def test_what_is_missing_or_does_not_fit_is_said(tiny, root, tmp_path, name, var
     paths["MODEL_PATH"] = str(root / paths["MODEL_PATH"])
     run = dry_run(name, **paths)
     assert run.returncode == 1 and message in run.stderr and not run.stdout
-
-
-def test_a_dapo_run_says_that_it_does_not_filter():
-    assert "no dynamic sampling" in dry_run("dapo_qwen3_235b_128die_true_weight").stderr
 
 
 def test_environments_differ_between_a2_and_a3_and_yield_to_the_user():

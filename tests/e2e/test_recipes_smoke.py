@@ -54,6 +54,7 @@ def test_two_steps(root, tmp_path, nothing_left_behind, same_probabilities, name
     if name.startswith("grpo"):
         assert abs(rows[0]["actor/kl_loss"]) <= 1e-6  # the reference has the same weights at the start
     if name.startswith("dapo"):
+        assert all(row["dapo/num_gen_batches"] >= 1 and 0 < row["critic/score/mean"] < 1 for row in rows)
         assert rows[0]["rollout_corr/rollout_is_max"] <= 2.0
     if name.startswith("gspo"):
         assert "actor/gspo/seq_ratio/p05" in rows[0]
