@@ -34,6 +34,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from ascend_rl.rollout_progress import TERMINAL
+
 PR_SET_CHILD_SUBREAPER = 36
 # Names (/proc/PID/comm, cut to 15 characters) of processes that only end when a run does.
 ESSENTIAL = ("raylet", "gcs_server", "ray::TaskRunner", "ray::WorkerDict", "ray::vLLMHttpSe",
@@ -41,6 +43,11 @@ ESSENTIAL = ("raylet", "gcs_server", "ray::TaskRunner", "ray::WorkerDict", "ray:
 DEATH_GRACE_S = 15.0  # at the end of a run its processes do not die in one instant
 TERM_GRACE_S = 5.0
 STEPS_SEEN = re.compile(r"Training Progress:.*?\| (\d+)/(\d+)")
+# States of the rollout's progress bar, and those in a line that were overwritten: the log keeps the last.
+ROLLOUT_SEEN = re.compile(
+    rb"((?:rollout|validation) \d+: \d+ tokens/s[^\r\n:]*):[^\r\n|]*\|[^\r\n|]*\| ([^ \r\n]+/[^ \r\n]+)")
+OVERWRITTEN = re.compile(rb"\r[^\r\n]*(?:rollout|validation) \d+:[^\r\n]*(?=\r)|\r +(?=\r)")
+LINE_BYTES = 1 << 20  # a longer line is taken in pieces
 BAR = "{desc} {percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 SHM = Path("/dev/shm")
 EXIT_DEADLINE, EXIT_NOT_FOUND = 124, 127  # as timeout(1)
@@ -159,7 +166,7 @@ class Output:
         self.tail: deque[str] = deque(maxlen=25)
         self.step = self.total = 0
         self.progressed = self.started = time.monotonic()
-        self.bar = None
+        self.bar, self.rollout = None, ""
         if bar:
             from tqdm import tqdm
 
@@ -168,22 +175,35 @@ class Output:
         self.redraw = 0.0
 
     def read(self, stream) -> None:
-        for line in iter(lambda: stream.readline(1 << 20), b""):
-            try:
-                self.log.write(line)
-            except OSError as error:  # a full disk; read on, or the command could not even end
-                self.error = self.error or error
-            text = line.decode(errors="replace").rstrip()
-            if found := STEPS_SEEN.findall(text):
-                step, total = map(int, found[-1])
-                if (step, total) != (self.step, self.total):
-                    self.step, self.total, self.progressed = step, total, time.monotonic()
-            elif text:
-                self.tail.append(text[-300:])
+        rest = b""
+        while chunk := stream.read1(1 << 16):  # a progress bar moves without ending its line
             if self.bar is None:
                 with unless_gone(1):
-                    sys.stdout.buffer.write(line)
+                    sys.stdout.buffer.write(chunk)
                     sys.stdout.buffer.flush()
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self.take(line + b"\n")
+            if len(rest) > LINE_BYTES:
+                self.take(rest)
+                rest = b""
+            found = ROLLOUT_SEEN.findall(rest[-2000:])
+            self.rollout = b", ".join(found[-1]).decode() if found else ""
+        self.take(rest)
+
+    def take(self, line: bytes) -> None:
+        """A line to the log, and what it says about the run."""
+        try:
+            self.log.write(OVERWRITTEN.sub(b"", line))
+        except OSError as error:  # a full disk; read on, or the command could not even end
+            self.error = self.error or error
+        text = line.decode(errors="replace").rstrip()
+        if found := STEPS_SEEN.findall(text):
+            step, total = map(int, found[-1])
+            if (step, total) != (self.step, self.total):
+                self.step, self.total, self.progressed = step, total, time.monotonic()
+        elif text:
+            self.tail.append(text[-300:])
 
     def refresh(self, last: bool = False) -> None:
         if self.bar is None or not (last or time.monotonic() >= self.redraw):
@@ -193,8 +213,8 @@ class Output:
             self.bar.bar_format, self.bar.desc = BAR, "training"
             self.bar.reset(total=self.total)
         self.bar.n = self.step
-        if figures := last_metrics(self.metrics):
-            self.bar.set_postfix_str(figures, refresh=False)
+        figures = ", ".join(filter(None, [last_metrics(self.metrics), self.rollout]))
+        self.bar.set_postfix_str(figures, refresh=False)
         with unless_gone(2):
             self.bar.refresh()
 
@@ -217,7 +237,8 @@ def last_metrics(path: Path | None) -> str:
     for line in reversed(lines):
         with contextlib.suppress(ValueError, KeyError, TypeError):  # cut lines, validation only, NaN as null
             data = json.loads(line)["data"]
-            return f"reward {data['critic/rewards/mean']:.2f}, {data['response_length/mean']:.1f} tokens"
+            reward = data.get("dapo/reward_before_filter/mean", data["critic/rewards/mean"])
+            return f"reward {reward:.2f}, {data['response_length/mean']:.1f} tokens"
     return ""
 
 
@@ -257,11 +278,12 @@ def supervise(command: list[str], log: Path, metrics: Path | None = None, bar: b
     why = ""
     shm = SharedMemory()
     output = Output(log, metrics, bar)
+    watched = {TERMINAL: "1"} if (sys.stderr if bar else sys.stdout).isatty() else {}
     reader = None
     code = 1
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                 stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": temporary},
+                                 stderr=subprocess.STDOUT, env=os.environ | watched | {"TMPDIR": temporary},
                                  start_new_session=True)
         reader = threading.Thread(target=output.read, args=(child.stdout,), daemon=True)
         reader.start()

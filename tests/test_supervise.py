@@ -232,6 +232,57 @@ def test_bar_in_a_file_is_short(runner):
     assert "| 6/80" in result.stderr and result.stderr.count("\r") <= 6
 
 
+# The rollout's bar as tqdm draws it for Ray: states overwrite each other, and give way to lines of the log.
+ROLLOUT = (r"\r(pid=7) rollout 3: {} tokens/s, {} running, 0 waiting, longest {}:  50%%|#####     | "
+           r"{}.00/2.00 [00:01<00:01, 1.00s/requests]")
+
+
+def test_the_bar_of_a_rollout_is_shown_at_once_and_stays_once_in_the_log(runner, tmp_path):
+    wait = f"until [ -e {tmp_path}/go ]; do sleep 0.1; done"
+    script = (f"printf '{ROLLOUT.format(12, 2, 5, 0)}'; {wait}; "
+              "printf '\\r          \\r(TaskRunner pid=7) a line\\n'; "
+              f"printf '{ROLLOUT.format(34, 1, 8, 1)}{ROLLOUT.format(23, 0, 9, 2)}\\nend\\rof it\\n'; "
+              'echo "terminal ${ASCEND_RL_TERMINAL:-none}"')
+    ours, theirs = pty.openpty()
+    process = runner.start("bash", "-c", script, stdout=theirs)
+    os.close(theirs)
+    shown = b""
+    while b"longest 5:" not in shown:
+        shown += os.read(ours, 1000)
+    assert b"a line" not in shown
+    (tmp_path / "go").touch()
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
+        while True:
+            shown += os.read(ours, 1000)
+    os.close(ours)
+    assert runner.finish(process).returncode == 0
+    assert shown.count(b"rollout 3:") == 3 and b"terminal 1" in shown
+    log = runner.log.read_bytes().decode()
+    assert log.count("rollout 3:") == 1 and "23 tokens/s, 0 running" in log
+    assert "\r(TaskRunner pid=7) a line\n" in log and "end\rof it\nterminal 1\n" in log and "   \r" not in log
+
+    runner.run("bash", "-c", script)
+    assert "terminal none" in runner.log.read_text()
+
+
+def test_the_bar_of_the_run_tells_of_the_rollout(runner):
+    script = f"printf '{STEP.format(2)}'; printf '{ROLLOUT.format(12, 2, 5, 0)}'; sleep 1; echo; sleep 1"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (40, 200))
+    process = runner.start("bash", "-c", script, options=["--bar"], stderr=theirs)
+    os.close(theirs)
+    shown = ""
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
+        while True:
+            shown += os.read(ours, 1000).decode()
+    os.close(ours)
+    assert runner.finish(process).returncode == 0
+    states = [line for line in shown.split("\r") if "| 2/80" in line]
+    expected = "rollout 3: 12 tokens/s, 2 running, 0 waiting, longest 5, 0.00/2.00"
+    assert any(expected in state for state in states)
+    assert "rollout" not in states[-1]  # it is over
+
+
 def test_the_run_goes_on_when_nobody_reads_its_output(runner):
     process = runner.start("bash", "-c", "echo 0; for i in $(seq 20000); do echo $i; done")
     assert process.stdout.readline() == b"0\n"
