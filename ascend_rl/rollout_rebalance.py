@@ -6,7 +6,7 @@ for the fullest: with experts spread over all DP ranks they step together, in th
 Idea, two phases as in the published practice. Waiting requests which their server has no room for go at once
 to servers that have. When none is left waiting, running requests move if that lets *all* servers change to a
 smaller graph (gear): only servers above the new gear give, each just its surplus, its smallest requests
-first, since those cost least to recompute; receivers take from as few servers as possible.
+first, since those cost least to recompute; receivers share them evenly, each from few servers.
 
 Invariants (tests/test_rollout_rebalance.py, against brute force): no request is lost, duplicated or moved
 twice; what a server receives runs there, within ``max_num_seqs`` and ``kv_capacity_tokens``; a plan of the
@@ -167,25 +167,23 @@ def _cost(request: Request) -> tuple[bool, int]:
 
 
 def _pair(donors, receivers) -> list[tuple[Request, _State, _State]]:
-    """Large surplus to large room, to receivers nobody sends to yet if possible; empty if KV falls short."""
-    heap = [(0, -slot, index) for index, (_, slot) in enumerate(receivers)]
-    heapq.heapify(heap)
-    free = [state.free_tokens for state, _ in receivers]
-    moved = []
-    for source, surplus in sorted(donors, key=lambda donor: -len(donor[1])):
-        position = 0
-        while position < len(surplus):
-            if not heap:
-                return []
-            senders, room, index = heapq.heappop(heap)
-            part = surplus[position : position - room]
-            free[index] -= sum(request.tokens for request in part)
-            if free[index] < 0:
-                return []
-            moved += [(request, source, receivers[index][0]) for request in part]
-            position += len(part)
-            if len(part) < -room:  # the donor's last part
-                heapq.heappush(heap, (senders + 1, room + len(part), index))
+    """Every receiver takes the same number, from few donors: one each, if receivers suffice.
+
+    The fullest receiver is the one everybody waits for while it recomputes or loads. Empty if KV falls short.
+    """
+    donors = sorted(donors, key=lambda donor: -len(donor[1]))
+    receivers = sorted(receivers, key=lambda receiver: -receiver[1])
+    surplus = [(request, source) for source, requests in donors for request in requests]
+    quota = 1
+    while sum(min(quota, slot) for _, slot in receivers) < len(surplus):
+        quota += 1
+    moved, position = [], 0
+    for state, slot in receivers:
+        part = surplus[position : position + min(quota, slot)]
+        if sum(request.tokens for request, _ in part) > state.free_tokens:
+            return []
+        moved += [(request, source, state) for request, source in part]
+        position += len(part)
     return moved
 
 
