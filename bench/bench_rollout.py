@@ -1,0 +1,696 @@
+"""Placement and migration policies for synchronous rollout, in the simulator, against published figures.
+
+Usage:    python bench/bench_rollout.py [--quick] [--lengths FILE.jsonl]
+Example:  python bench/bench_rollout.py            # 1.5 to 3 minutes; --quick under one
+1. The model against the published tables: rows it was fitted to and rows it was not.
+2. Placement by what is known of the prompts.
+3. All policies on five length models, on the same requests.
+4. Samples kept together: what that saves in prefill and costs in balance. Servers with their own clocks.
+5. The planner's time.
+The constants are those of ascend_rl/rollout_sim.py; docs/rollout_rebalance.md says how they were fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from ascend_rl.data_rebalance import place, predict  # noqa: E402
+from ascend_rl.rollout_rebalance import Request, Server, gear_of, plan  # noqa: E402
+from ascend_rl.rollout_sim import (  # noqa: E402
+    DEEPSEEK_V3,
+    DONE,
+    QWEN3_235B,
+    RUNNING,
+    Batch,
+    Cluster,
+    Result,
+    Simulation,
+    draw_bimodal,
+    draw_equal,
+    draw_lengths,
+    lower_bound,
+    read_lengths,
+    simulate,
+)
+
+QWEN = Cluster(QWEN3_235B)
+DEEPSEEK = Cluster(DEEPSEEK_V3, ranks=128, gears=(4, 8, 16, 32, 64), max_num_seqs=64)
+CARDS = 64  # tokens/s a card, as published
+FIT_SEEDS = 64
+LOOK_STEPS = 20  # how often ours looks, about every two seconds; the published practice: 1000 steps
+LEVELS = [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+PATIENCE = 2
+STEP_S = 0.1  # the shortest decode step takes 0.07 s; differences below it are none
+SEER_CHUNK = 8192
+
+
+# Placements: [N] ranks.
+
+
+def adjacent(batch: Batch, ranks: int) -> np.ndarray:
+    """verl's order in equal parts."""
+    return np.arange(len(batch.group)) * ranks // len(batch.group)
+
+
+def interleaved(batch: Batch, ranks: int) -> np.ndarray:
+    """The published data rebalance: all first samples, all second ones, ..., in equal parts."""
+    _, first = np.unique(batch.group, return_index=True)
+    column = np.arange(len(batch.group)) - first[np.searchsorted(batch.group[first], batch.group)]
+    rank = np.empty(len(batch.group), np.int64)
+    rank[np.argsort(column, kind="stable")] = adjacent(batch, ranks)
+    return rank
+
+
+def verl(batch: Batch, ranks: int, workers: int = 8) -> np.ndarray:
+    """verl 0.7.1: each agent loop worker sends its adjacent part, each request goes to the server with fewest
+    in flight. Nothing ends before the last is sent, so the workers' requests take turns over the servers."""
+    parts = np.array_split(np.arange(len(batch.group)), workers)
+    arrival = [part[turn] for turn in range(len(parts[0])) for part in parts if turn < len(part)]
+    rank = np.empty(len(batch.group), np.int64)
+    rank[arrival] = np.arange(len(arrival)) % ranks
+    return rank
+
+
+def earlier(batch: Batch) -> np.ndarray:
+    return predict(batch.group.tolist(), dict(enumerate(batch.earlier)))
+
+
+# Policies that move requests.
+
+
+def gear_policy(simulation: Simulation) -> None:
+    """The published two-phase policy: counts only, KV moves with the request.
+
+    Targets are the smallest graph that holds the mean. Ranks more than 80% full take nothing, others as many
+    as their mean request fits. Waiting requests go to the emptiest; while some are left nothing else moves.
+    Then donors' youngest requests go to the ranks with most room.
+    """
+    ranks, gears = simulation.cluster.ranks, sorted(simulation.cluster.gears)
+    limit, capacity = simulation.cluster.max_num_seqs, simulation.cluster.kv_capacity_tokens
+    running = simulation.n_running.copy()
+    waiting = {r: simulation.waiting(r).tolist() for r in range(ranks)}
+    counts = np.array([running[r] + len(waiting[r]) for r in range(ranks)])
+    before = gear_of(int(counts.max()), gears)
+    target = min(before, gears[-1], limit)
+    target = next((g for g in gears if counts.mean() <= g < target), target)
+    room = {}
+    for r in range(ranks):
+        usage = simulation.used[r] / capacity
+        if not waiting[r] and usage <= 0.8 and running[r] < target:
+            fits = int(running[r] * (1 - usage) / usage) if usage > 0 else limit
+            room[r] = min(target - int(running[r]), fits)
+    moves = []
+    for r in range(ranks):
+        while waiting[r] and any(room.values()):
+            best = min((q for q in room if room[q]), key=lambda q: running[q])
+            moves.append((waiting[r].pop(), best))
+            room[best] -= 1
+            running[best] += 1
+    if not any(waiting.values()) and target < before:
+        donors = deque(simulation.active(r)[target:].tolist() for r in range(ranks) if running[r] > target)
+        while donors and any(room.values()):
+            for receiver in sorted((q for q in room if room[q]), key=lambda q: -room[q]):
+                if not donors:
+                    break
+                surplus = donors.popleft()
+                part, rest = surplus[-room[receiver] :], surplus[: -room[receiver]]
+                moves += [(i, receiver) for i in part]
+                room[receiver] -= len(part)
+                if rest:
+                    donors.append(rest)
+    simulation.move(moves, carry_kv=True)
+
+
+class Ours:
+    """ascend_rl.rollout_rebalance on the state of the servers.
+
+    Attention follows the fullest rank's tokens, not the graph, so LEVELS are finer than the gears. Running
+    requests move once the time lost by not moving them has reached PATIENCE times what moving takes (the rent
+    or buy rule: not knowing how long an imbalance lasts, the loss stays within a small factor of the best).
+    """
+
+    def __init__(self, carry_kv: bool):
+        self.carry_kv, self.lost_ms, self.looked_ms = carry_kv, 0.0, 0.0
+
+    def __call__(self, simulation: Simulation) -> None:
+        cluster, counts = simulation.cluster, simulation.n_running
+        queued = simulation.tail > simulation.head
+        if queued.any() and not (~queued & (counts < cluster.max_num_seqs)).any():
+            return  # all are full
+        if counts.any() and not queued.any():
+            most = int(counts.max())
+            now = simulation.step_ms(most, simulation.used.max())
+            even = int(gear_of(-(-int(counts.sum()) // cluster.ranks), LEVELS))
+            gain = now - simulation.step_ms(min(even, most), simulation.used.max() * min(even / most, 1))
+            self.lost_ms += max(0, gain) / now * (simulation.now_ms - self.looked_ms)
+            self.looked_ms = simulation.now_ms
+            if even >= most or self.lost_ms < self.worth_ms(simulation, self.lightest(simulation)):
+                return
+        tokens = simulation.batch.prompt + simulation.done
+        servers = [
+            Server(
+                str(r),
+                tuple(
+                    [Request(str(i), int(tokens[i]), False) for i in simulation.active(r)]
+                    + [Request(str(i), int(tokens[i]), True) for i in simulation.waiting(r)]
+                ),
+                cluster.kv_capacity_tokens,
+                cluster.max_num_seqs,
+            )
+            for r in range(cluster.ranks)
+        ]
+        moves = [(int(move.request), int(move.target)) for move in plan(servers, LEVELS)]
+        if not queued.any():
+            received = np.zeros(cluster.ranks)
+            for request, target in moves:
+                received[target] += tokens[request]
+            if self.lost_ms < self.worth_ms(simulation, received.max()):
+                return
+            self.lost_ms = 0.0
+        simulation.move(moves, self.carry_kv)
+
+    def worth_ms(self, simulation: Simulation, tokens: float) -> float:
+        cost = simulation.cluster.cost
+        each = cost.kv_bytes / cost.link_bytes_per_ms if self.carry_kv else cost.prefill_ms
+        return PATIENCE * (cost.check_ms + tokens * each)
+
+    def lightest(self, simulation: Simulation) -> float:
+        """Tokens of the smallest request of the fullest rank: no plan moves less."""
+        active = simulation.active(int(simulation.n_running.argmax()))
+        return float((simulation.batch.prompt + simulation.done)[active].min())
+
+
+def seer(batch: Batch) -> Callable[[Simulation], None]:
+    """Seer-style (arXiv 2511.14617): one sample of each prompt first, then prompts with the longest finished
+    sample; in chunks of 8K tokens, after which a request goes, with its KV, to the server with fewest."""
+    first = np.zeros(len(batch.group), bool)
+    first[np.unique(batch.group, return_index=True)[1]] = True
+    sent_at = np.zeros(len(batch.group), np.int64)
+
+    def policy(simulation: Simulation) -> None:
+        cluster, done = simulation.cluster, simulation.done
+        longest = np.zeros(len(batch.earlier))
+        ended = simulation.state == DONE
+        np.maximum.at(longest, batch.group[ended], batch.response[ended])
+        expected = np.where(longest > 0, longest, np.inf)[batch.group]
+        running = simulation.state == RUNNING
+        pool = np.flatnonzero((simulation.rank < 0) & ~ended | running & (done - sent_at >= SEER_CHUNK))
+        counts, used = simulation.n_running.copy(), simulation.used.copy()
+        tokens = batch.prompt + done
+        for i in pool[running[pool]]:
+            counts[simulation.rank[i]] -= 1
+            used[simulation.rank[i]] -= tokens[i]
+        moves = []
+        for i in pool[np.lexsort((-expected[pool], ~first[pool], ~running[pool]))]:
+            fits = (counts < cluster.max_num_seqs) & (used + tokens[i] <= 0.9 * cluster.kv_capacity_tokens)
+            home = simulation.rank[i]
+            if fits.any():
+                best = int(np.argmin(np.where(fits, counts, 1 << 30)))
+                if home >= 0 and fits[home] and counts[home] == counts[best]:
+                    best = home
+            elif home >= 0:
+                best = home
+            else:
+                break  # the rest stays in the pool
+            counts[best] += 1
+            used[best] += tokens[i]
+            sent_at[i] = done[i]
+            if best != home:
+                moves.append((int(i), best))
+        simulation.move(moves, carry_kv=True)
+
+    return policy
+
+
+def run(name: str, batch: Batch, cluster: Cluster, trace: bool = False) -> Result:
+    """A policy by name."""
+    ranks = cluster.ranks
+    groups = batch.group.tolist()
+    if name == "verl 0.7.1":
+        return simulate(batch, cluster, verl(batch, ranks), trace=trace)
+    if name == "adjacent":
+        return simulate(batch, cluster, adjacent(batch, ranks), trace=trace)
+    if name == "interleaved":
+        return simulate(batch, cluster, interleaved(batch, ranks), trace=trace)
+    if name == "two-phase, adjacent":
+        return simulate(batch, cluster, adjacent(batch, ranks), policy=gear_policy, trace=trace)
+    if name.startswith("two-phase, interleaved"):
+        interval = LOOK_STEPS if name.endswith("steps") else 1000
+        rank = interleaved(batch, ranks)
+        return simulate(batch, cluster, rank, policy=gear_policy, interval=interval, trace=trace)
+    if name == "Seer-style":
+        nowhere = np.full(len(groups), -1)
+        return simulate(batch, cluster, nowhere, policy=seer(batch), interval=64, trace=trace)
+    known = {"nothing known": None, "earlier lengths": earlier(batch), "oracle": batch.response.astype(float)}
+    which, _, mover = name.removeprefix("ours: ").removeprefix("LPT, ").partition(" + ")
+    placed = place(groups, ranks, known[which])
+    if not mover:
+        return simulate(batch, cluster, placed.rank, placed.order, trace=trace)
+    return simulate(batch, cluster, placed.rank, placed.order, Ours(mover == "KV"), LOOK_STEPS, LEVELS, trace)
+
+
+PLACEMENTS = [
+    "adjacent",
+    "verl 0.7.1",
+    "interleaved",
+    "ours: nothing known",
+    "ours: earlier lengths",
+    "LPT, oracle",
+]
+MOVERS = [
+    "two-phase, adjacent",
+    "two-phase, interleaved",
+    "two-phase, interleaved, 20 steps",
+    "Seer-style",
+    "ours: nothing known + replay",
+    "ours: nothing known + KV",
+    "ours: earlier lengths + replay",
+    "ours: earlier lengths + KV",
+]
+
+
+def models(path: Path) -> dict[str, Callable[[int], Batch]]:
+    recorded = read_lengths(path)
+    return {
+        "published": lambda seed: draw_lengths(256, 16, seed),
+        "uncorrelated": lambda seed: draw_lengths(256, 16, seed, between=0.0, within=0.567),
+        "bimodal": lambda seed: draw_bimodal(256, 16, seed),
+        "all equal": lambda seed: draw_equal(256, 16, seed),
+        "from a file": lambda seed: shuffled(recorded, seed),
+    }
+
+
+def shuffled(batch: Batch, seed: int) -> Batch:
+    """The prompts in another order, as a data loader gives them, and the samples of a prompt as well."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(batch.earlier))
+    where = np.argsort(order)[batch.group]
+    rows = np.lexsort((rng.random(len(where)), where))
+    return Batch(where[rows], batch.prompt[rows], batch.response[rows], [batch.earlier[g] for g in order])
+
+
+def mean(values) -> float:
+    return float(np.mean(list(values)))
+
+
+def spread(values) -> float:
+    return float(np.std(list(values)))
+
+
+def check_model(bars: list, data: dict) -> None:
+    """Fitted and held-back rows of the published tables."""
+    published = [  # prompts, placement, batch per DP, fitted, total s, first DP s
+        (256, adjacent, 256, True, 4698, 1652),
+        (256, interleaved, 256, True, 3483, 2618),
+        (384, interleaved, 256, False, 4200, 3437),
+        (512, interleaved, 256, False, 4914, 4113),
+        (256, adjacent, 64, False, 4952, 2457),
+        (256, adjacent, 24, False, 8831, 4133),
+    ]
+    print(
+        f"1. Model against published, mean of {FIT_SEEDS} seeds (spread): idle share of the first DP, seconds"
+    )
+    data["published"] = []
+    for prompts, where, batch_size, fitted, total, first in published:
+        cluster = replace(QWEN, max_num_seqs=batch_size)
+        batches = [draw_lengths(prompts, 16, seed) for seed in range(FIT_SEEDS if batch_size == 256 else 4)]
+        results = [simulate(batch, cluster, where(batch, 32)) for batch in batches]
+        idle = 100 * mean(r.idle_share for r in results)
+        wrong = sum(r.decoded_tokens != b.response.sum() for r, b in zip(results, batches, strict=True))
+        target = 100 * (1 - first / total)
+        row = {
+            "prompts": prompts,
+            "placement": where.__name__,
+            "batch": batch_size,
+            "fitted": fitted,
+            "idle": idle,
+            "idle_spread": 100 * spread(r.idle_share for r in results),
+            "published_idle": target,
+            "seconds": mean(r.makespan_s for r in results),
+            "published_seconds": total,
+        }
+        data["published"].append(row)
+        kind = "fitted" if fitted else "held back" if batch_size == 256 else "queueing, held back"
+        print(
+            f"  {prompts} {row['placement']:<12} batch {batch_size:<4} {kind:<20} idle {idle:5.2f}% "
+            f"({row['idle_spread']:.1f}) published {target:5.2f}%  {row['seconds']:5.0f} s published {total}"
+        )
+        if batch_size == 256:
+            bar = 1 if fitted else 4
+            bars.append(
+                (
+                    f"{prompts} prompts, {row['placement']}: idle off the published share, {kind}",
+                    abs(idle - target),
+                    "points",
+                    f"<= {bar}",
+                    abs(idle - target) <= bar,
+                )
+            )
+        bars.append(
+            (
+                f"{prompts} prompts, {row['placement']}, batch {batch_size}: rollouts with tokens lost",
+                wrong,
+                "",
+                "= 0",
+                wrong == 0,
+            )
+        )
+
+    print("\n   gains as time ratios: one graph / gears / gears with the two-phase policy, verl's placement")
+    seeds = range(8)
+    table = {  # cluster, batches, published seconds, what was fitted
+        "Qwen3-235B": (QWEN, [draw_lengths(512, 16, s) for s in seeds], (10213, 7841, 6102), "held back"),
+        "DeepSeek-V3": (
+            DEEPSEEK,
+            [draw_lengths(512, 16, s, median=3000, between=0.6, within=0.6) for s in seeds],
+            (6482, 2861, 2291),
+            "fitted",
+        ),
+    }
+    data["gears"] = {}
+    for name, (cluster, batches, seconds, kind) in table.items():
+        one = replace(cluster, gears=cluster.gears[-1:])
+        times = [
+            mean(run("adjacent", b, one).makespan_s for b in batches),
+            mean(run("adjacent", b, cluster).makespan_s for b in batches),
+            mean(run("two-phase, adjacent", b, cluster).makespan_s for b in batches),
+        ]
+        data["gears"][name] = {"seconds": times, "published": seconds}
+        print(
+            f"  {name:<12} {kind:<10}"
+            + "  ".join(f"{a:6.0f} s (published {b})" for a, b in zip(times, seconds, strict=True))
+        )
+        for what, i in (("gears", 0), ("moves", 1)):
+            gain, target = times[i] / times[i + 1], seconds[i] / seconds[i + 1]
+            off = abs(gain / target - 1)
+            bars.append(
+                (
+                    f"{name}, gain by {what}: {gain:.2f}, published {target:.2f}; off by, {kind}",
+                    100 * off,
+                    "%",
+                    "<= 15",
+                    off <= 0.15,
+                )
+            )
+
+
+def check_placement(bars: list, data: dict) -> None:
+    """Idle share by what is known, on the requests of the fitted rows."""
+    print(
+        f"\n2. Placement, 256 prompts x 16 on 32 ranks, no moves, {FIT_SEEDS} seeds: idle share, seconds"
+    )
+    batches = [draw_lengths(256, 16, seed) for seed in range(FIT_SEEDS)]
+    rows = {name: [run(name, batch, QWEN) for batch in batches] for name in PLACEMENTS}
+    for drift in (0.0, 0.3, 0.6):
+        rows[f"ours: earlier lengths, drift {drift}"] = [
+            run("ours: earlier lengths", draw_lengths(256, 16, seed, drift=drift), QWEN)
+            for seed in range(FIT_SEEDS)
+        ]
+    idle = {name: 100 * mean(r.idle_share for r in results) for name, results in rows.items()}
+    data["placement"] = {}
+    for name, results in rows.items():
+        data["placement"][name] = (idle[name], mean(r.makespan_s for r in results))
+        print(
+            f"   {name:<36} {idle[name]:6.2f}% ({100 * spread(r.idle_share for r in results):.1f}) "
+            f"{data['placement'][name][1]:6.0f} s"
+        )
+    gain = idle["interleaved"] - idle["ours: earlier lengths"]
+    bars.append(("published, earlier lengths: idle below interleaved", gain, "points", ">= 3", gain >= 3))
+    above = idle["ours: nothing known"] - idle["interleaved"]
+    bars.append(("published, nothing known: idle above interleaved", above, "points", "<= 0", above <= 0))
+
+
+def compare(make: dict[str, Callable[[int], Batch]], seeds: int, bars: list, data: dict) -> None:
+    """All policies on all length models; placements alone are quick and get 16 seeds at least."""
+    data["policies"] = {}
+    worse, slower = {}, {}
+    for model, draw in make.items():
+        drawn = [draw(seed) for seed in range(max(seeds, 16))]
+        print(
+            f"\n3. {model}: {len(drawn[0].group)} requests, 32 ranks in lockstep, {len(drawn)} seeds, "
+            f"rows with moves {seeds}"
+        )
+        print(
+            f"   {'':<32} {'s':>6} {'spread':>6} {'tok/s/card':>10} {'idle %':>7} {'moves':>6} {'GB':>6} "
+            f"{'replayed':>9} {'% of bound':>10}"
+        )
+        rows = data["policies"][model] = {}
+        for name in PLACEMENTS + MOVERS:
+            batches = drawn if name in PLACEMENTS else drawn[:seeds]
+            floor = [lower_bound(batch, QWEN) for batch in batches]
+            results = [run(name, batch, QWEN) for batch in batches]
+            prompts = int(mean(batch.prompt.sum() for batch in batches))
+            rows[name] = row = {
+                "seconds": mean(r.makespan_s for r in results),
+                "spread": spread(r.makespan_s for r in results),
+                "tokens_per_s_card": mean(r.decoded_tokens / r.makespan_s for r in results) / CARDS,
+                "idle": 100 * mean(r.idle_share for r in results),
+                "moves": mean(r.moves for r in results),
+                "gb": mean(r.moved_bytes for r in results) / 1e9,
+                "prefilled_tokens": mean(r.prefilled_tokens for r in results),
+                "prompt_tokens": prompts,
+                "bound": 100 * mean(f / r.makespan_s for f, r in zip(floor, results, strict=True)),
+                "wrong": sum(
+                    r.decoded_tokens != b.response.sum() for r, b in zip(results, batches, strict=True)
+                ),
+            }
+            print(
+                f"   {name:<32} {row['seconds']:6.0f} {row['spread']:6.0f} {row['tokens_per_s_card']:10.1f} "
+                f"{row['idle']:7.2f} {row['moves']:6.0f} {row['gb']:6.1f} "
+                f"{max(0, row['prefilled_tokens'] - prompts):9.0f} {row['bound']:10.1f}"
+            )
+        for name in ("ours: nothing known", "ours: earlier lengths"):
+            best = min(rows["verl 0.7.1"]["seconds"], rows["interleaved"]["seconds"])
+            worse[model, name] = 100 * (rows[name]["seconds"] / best - 1)
+        for name in MOVERS[-4:]:
+            best = min(rows["two-phase, adjacent"]["seconds"], rows["two-phase, interleaved"]["seconds"])
+            more = rows[name]["seconds"] - best
+            slower[model, name] = 100 * more / best if abs(more) > STEP_S else 0.0
+    rows = data["policies"]["published"]
+    most = max(worse.values())
+    bars.append(
+        (
+            "placement: longer than the better of verl and interleaved, worst of 5 models",
+            most,
+            "%",
+            "<= 1",
+            most <= 1,
+        )
+    )
+    for mover in ("KV", "replay"):
+        most = max(value for (_, name), value in slower.items() if name.endswith(mover))
+        bars.append(
+            (
+                f"moves by {mover}: longer than the better two-phase row, worst of 5 models",
+                most,
+                "%",
+                "<= 0",
+                most <= 0,
+            )
+        )
+        mine = rows[f"ours: earlier lengths + {mover}"]
+        # The 8% and 95% are for equal means: the published policy moves KV. Replay is shown beside.
+        for where in ("adjacent", "interleaved"):
+            less = 100 * (1 - mine["seconds"] / rows[f"two-phase, {where}"]["seconds"])
+            if mover == "KV" and where == "adjacent":  # as published: verl's placement, 10213 -> 6102 s
+                bars.append(
+                    (f"published, moves by {mover}: shorter than two-phase", less, "%", ">= 8", less >= 8)
+                )
+            print(f"   published, moves by {mover}: {less:.1f}% shorter than two-phase, {where}")
+        bars.append(
+            (
+                f"published, moves by {mover}: of the lower bound",
+                mine["bound"],
+                "%",
+                ">= 95",
+                mine["bound"] >= 95,
+            )
+        )
+    wrong = sum(row["wrong"] for model in data["policies"].values() for row in model.values())
+    bars.append(("rollouts with tokens lost, all policies", wrong, "", "= 0", wrong == 0))
+
+
+def trade_offs(seeds: int, data: dict) -> None:
+    """Samples kept together; servers with their own clocks and queues."""
+    print(
+        "\n4. Samples of a prompt kept together (earlier lengths, no moves): prefilled tokens, seconds"
+    )
+    data["together"] = {}
+    for prompt in (74, 2048):
+        for together in (1, 2, 4, 8, 16):
+            results = []
+            for seed in range(seeds):
+                batch = draw_lengths(256, 16, seed)
+                batch = replace(batch, prompt=np.full_like(batch.prompt, prompt))
+                placed = place(batch.group.tolist(), 32, earlier(batch), together)
+                results.append(simulate(batch, QWEN, placed.rank, placed.order))
+            row = (
+                mean(r.prefilled_tokens for r in results),
+                mean(r.makespan_s for r in results),
+                100 * mean(r.idle_share for r in results),
+            )
+            data["together"][f"{prompt}, {together}"] = row
+            print(
+                f"   prompts of {prompt:4} tokens, {together:2} together: {row[0]:9.0f} {row[1]:7.0f} s, "
+                f"idle {row[2]:5.2f}%"
+            )
+    cluster = replace(QWEN, lockstep=False, max_num_seqs=32, kv_capacity_tokens=300_000)
+    print("\n   32 servers with their own clocks, 32 places and 300K tokens of KV each: requests queue")
+    data["independent"] = {}
+    for name in (
+        "verl 0.7.1",
+        "interleaved",
+        "ours: earlier lengths",
+        "LPT, oracle",
+        "Seer-style",
+        "two-phase, interleaved",
+        "ours: earlier lengths + replay",
+    ):
+        results = [run(name, draw_lengths(256, 16, seed), cluster) for seed in range(seeds)]
+        row = (
+            mean(r.makespan_s for r in results),
+            100 * mean(r.idle_share for r in results),
+            mean(r.moves for r in results),
+            mean(r.preemptions for r in results),
+        )
+        data["independent"][name] = row
+        print(
+            f"   {name:<32} {row[0]:6.0f} s, idle {row[1]:5.2f}%, {row[2]:4.0f} moves, {row[3]:.0f} preempted"
+        )
+
+
+def time_planner(bars: list, data: dict) -> None:
+    """128 ranks x 256 requests, where a graph can be dropped and where it cannot."""
+    rng = np.random.default_rng(0)
+    data["planner_ms"] = {}
+    for name, counts in (("moves", rng.integers(150, 257, 128)), ("none", np.full(128, 256))):
+        servers = [
+            Server(
+                str(r),
+                tuple(
+                    Request(f"{r}-{i}", int(t), False) for i, t in enumerate(rng.integers(100, 3000, count))
+                ),
+                900_000,
+                256,
+            )
+            for r, count in enumerate(counts)
+        ]
+        times = []
+        for _ in range(21):
+            begun = time.perf_counter()
+            moves = plan(servers, [32, 64, 128, 224, 256])
+            times.append(1e3 * (time.perf_counter() - begun))
+        middle = statistics.median(times)
+        data["planner_ms"][name] = times
+        bars.append(
+            (f"planner, 128 ranks x 256 requests, {len(moves)} moves", middle, "ms", "< 10", middle < 10)
+        )
+
+
+def draw_figure(path: Path) -> None:
+    """Running requests of each rank over time, one panel a policy."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import LogNorm
+
+    batch = draw_lengths(256, 16, 0)
+    names = [
+        "verl 0.7.1",
+        "adjacent",
+        "interleaved",
+        "LPT, oracle",
+        "two-phase, adjacent",
+        "Seer-style",
+        "ours: earlier lengths",
+        "ours: earlier lengths + replay",
+        "ours: earlier lengths + KV",
+    ]
+    figure, axes = plt.subplots(len(names), 1, figsize=(8, 1.15 * len(names) + 0.8), sharex=True)
+    for axis, name in zip(axes, names, strict=True):
+        result = run(name, batch, QWEN, trace=True)
+        seconds = np.array([s for s, _ in result.trace] + [result.makespan_s])
+        counts = np.array([c for _, c in result.trace]).T
+        image = axis.pcolormesh(
+            seconds,
+            np.arange(33),
+            np.where(counts > 0, counts, np.nan),
+            cmap="viridis",
+            norm=LogNorm(1, 128),
+            rasterized=True,
+        )
+        axis.set_title(
+            f"{name}: {result.makespan_s:.0f} s, first rank waits {result.idle_share:.0%}",
+            fontsize=8,
+            loc="left",
+            pad=2,
+        )
+        axis.set_yticks([])
+        axis.set_facecolor("0.93")
+    axes[-1].set_xlabel(
+        "seconds (simulated; 256 prompts x 16, 32 ranks in lockstep, one row a rank)", fontsize=8
+    )
+    figure.colorbar(image, ax=axes, label="running requests of a rank; grey: waits", pad=0.01)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer seeds; under a minute")
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        default=ROOT / "bench/lengths_gsm8k.jsonl",
+        help="recorded lengths for the fifth model; see ascend_rl.rollout_sim.read_lengths",
+    )
+    args = parser.parse_args()
+    seeds = 8 if args.quick else 16
+    bars: list[tuple[str, float, str, str, bool]] = []
+    data: dict = {"seeds": seeds, "fit_seeds": FIT_SEEDS}
+    begun = time.monotonic()
+    check_model(bars, data)
+    check_placement(bars, data)
+    compare(models(args.lengths), seeds, bars, data)
+    trade_offs(2 if args.quick else 4, data)
+    time_planner(bars, data)
+    results = ROOT / "bench/results"
+    results.mkdir(exist_ok=True)
+    draw_figure(results / "rollout.png")
+
+    print()
+    for name, value, unit, bar, ok in bars:
+        print(f"{'ok  ' if ok else 'MISS'} {name:<84} {value:.4g} {unit} (bar: {bar})")
+    report = {
+        "bars": [dict(zip(("name", "value", "unit", "bar", "ok"), bar, strict=True)) for bar in bars],
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "date": datetime.date.today().isoformat(),
+        "quick": args.quick,
+        "seconds": time.monotonic() - begun,
+        **data,
+    }
+    (results / "rollout.json").write_text(json.dumps(report, indent=1, default=float))
+    print(f"{report['seconds']:.0f} s; bench/results/rollout.json, rollout.png")
+    return 0 if all(ok for *_, ok in bars) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
