@@ -19,6 +19,18 @@ os.environ.update(entry.split("=", 1) for entry in _printed.stdout.decode().spli
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
+@pytest.fixture(autouse=True)
+def same_environment():
+    """Each test starts with the same variables; Megatron leaves some behind (NVTE_*), and Ray (RAY_AUTH_MODE)."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    before["PYTEST_CURRENT_TEST"] = after["PYTEST_CURRENT_TEST"]
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if after.get(name) != value})
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT

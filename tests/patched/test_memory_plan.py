@@ -92,8 +92,6 @@ def held_by(model: mp.Model, rank: int, layout: mp.Training) -> int:
 
 @pytest.fixture
 def without_devices(monkeypatch):
-    for backend in ("FLASH", "FUSED", "UNFUSED"):
-        monkeypatch.setenv(f"NVTE_{backend}_ATTN", "1")  # GPTModel sets them and insists on them
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     monkeypatch.setattr(
