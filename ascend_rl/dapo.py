@@ -188,16 +188,21 @@ class DynamicSampling:
 def merge_timings(timings: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Timings of generation batches of one size that ran one after another, as if they were one batch.
 
-    Extremes stay extremes, means are averaged, and `.../slowest/*` is that of the slowest batch.
+    Extremes stay extremes, means and shares are averaged, `.../slowest/*` is that of the slowest batch, and
+    counts are added.
     """
     slowest = max(
         timings, key=lambda t: t["agent_loop/slowest/generate_sequences"] + t["agent_loop/slowest/tool_calls"]
     )
-    reduce = {"min": min, "max": max, "mean": lambda values: sum(values) / len(values)}
+    reduce = {"min": min, "max": max, "mean": lambda values: sum(values) / len(timings)}
     merged = {}
-    for key in timings[0]:
+    for key in dict.fromkeys(key for timing in timings for key in timing):
+        values = [timing[key] for timing in timings if key in timing]
         last = key.rpartition("/")[2]
-        merged[key] = reduce[last]([t[key] for t in timings]) if last in reduce else slowest[key]
+        if "/slowest/" in key:
+            merged[key] = slowest[key]
+        else:
+            merged[key] = reduce.get("mean" if "share" in key else last, sum)(values)
     return merged
 
 

@@ -21,7 +21,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 @pytest.fixture(autouse=True)
 def same_environment():
-    """Each test starts with the same variables; Megatron leaves some behind (NVTE_*), and Ray (RAY_AUTH_MODE)."""
+    """Each test starts with the same variables: Megatron (NVTE_*) and Ray (RAY_AUTH_MODE) leave some."""
     before = dict(os.environ)
     yield
     after = dict(os.environ)

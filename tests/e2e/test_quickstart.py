@@ -77,11 +77,11 @@ def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabil
 
 
 def test_two_workers_share_one_step(root, tmp_path, nothing_left_behind, same_probabilities):
-    """Two FSDP ranks and two vLLM servers; the GRPO twin, so that both recipes run."""
-    output = tmp_path / "run"
-    process = launch(
-        root, "train_grpo_qwen3_tiny_cpu.sh", output, "trainer.test_freq=-1", NPUS_PER_NODE=2, STEPS=12
-    )
+    """Two FSDP ranks, two vLLM servers, requests that move; the GRPO twin, so that both recipes run."""
+    output, rollout = tmp_path / "run", "actor_rollout_ref.rollout"
+    moving = [f"{rollout}.rollout_rebalance.check_interval_s=0.01", f"{rollout}.max_num_seqs=2"]
+    process = launch(root, "train_grpo_qwen3_tiny_cpu.sh", output, "trainer.test_freq=-1", *moving,
+                     NPUS_PER_NODE=2, STEPS=12, ROLLOUT_REBALANCE_ENABLE=1)
     most: Counter = Counter()
     while process.poll() is None:
         most |= Counter(name for _, name in descendants(process.pid))
@@ -92,6 +92,10 @@ def test_two_workers_share_one_step(root, tmp_path, nothing_left_behind, same_pr
     training = [row for row in metrics(output) if "actor/pg_loss" in row]
     assert len(training) == 12
     same_probabilities(training)
+    did = {what: sum(row[f"timing_s/rollout_rebalance/{what}"] for row in training)
+           for what in ("moves", "moves_running", "failed", "unanswered")}
+    print(did)
+    assert did["moves"] > 0 == did["failed"] == did["unanswered"]
 
 
 @pytest.mark.parametrize("victim", ["VLLM::EngineCor", "ray::WorkerDict"])

@@ -1,0 +1,221 @@
+"""Requests move between two real vLLM servers of verl: same responses, honest log-probs, sooner done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ascend_rl.request_mover import RequestMover, RolloutRebalanceConfig, has_died
+from ascend_rl.rollout_rebalance import Move
+
+pytestmark = pytest.mark.timeout(600)
+KEY = "actor_rollout_ref.rollout.rollout_rebalance"
+
+
+def greedy(*lengths: int) -> list[dict]:
+    return [{"temperature": 0.0, "ignore_eos": True, "max_tokens": length} for length in lengths]
+
+
+# The balancer deals in turn, so that one server gets all long ones: twice as many as run at a time.
+SKEWED = greedy(*[200, 10] * 8)
+
+
+def test_off_by_default_and_two_ways_to_switch_it_on(tmp_path, monkeypatch):
+    from live_servers import configuration
+
+    from verl.utils.config import omega_conf_to_dataclass
+
+    def given(*overrides):
+        rollout = configuration(tmp_path, tmp_path, *overrides).actor_rollout_ref.rollout
+        return omega_conf_to_dataclass(rollout).rollout_rebalance
+
+    monkeypatch.delenv("ROLLOUT_REBALANCE_ENABLE", raising=False)
+    assert not given().enable
+    assert list(given(f"{KEY}.enable=True", f"{KEY}.gears=[1,2,4]").gears) == [1, 2, 4]
+    monkeypatch.setenv("ROLLOUT_REBALANCE_ENABLE", "1")
+    assert given().enable and not given(f"{KEY}.enable=False").enable
+
+
+@pytest.fixture(scope="module")
+def manager(tiny, tmp_path_factory):
+    """verl's AgentLoopManager over two servers that can move requests; nobody asks them to, yet."""
+    import ray
+    from live_servers import TwoServers, configuration
+
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # the servers' processes import live_servers too
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    config = configuration(tiny / "model", tmp_path_factory.mktemp("servers"),
+                           f"{KEY}.enable=True", f"{KEY}.check_interval_s=0.03")
+    manager = TwoServers.create(config)
+    manager.rollout_config.rollout_rebalance.enable = False  # here, in the driver
+    yield manager
+    ray.shutdown()
+
+
+def rollout(manager, sampling, mover=None, beside=None):
+    """One rollout: ``responses``, ``timing``, and ``steps`` of the busier engine."""
+    from live_servers import batch, steps_done
+
+    async def run():
+        before = await manager.on_servers(steps_done)
+        async with mover or contextlib.nullcontext():
+            output, _ = await asyncio.gather(
+                manager.generate_sequences(batch(sampling)), beside() if beside else asyncio.sleep(0)
+            )
+        after = await manager.on_servers(steps_done) if beside is None else before
+        return output, max(b - a for a, b in zip(before, after, strict=True))
+
+    output, steps = asyncio.run(run())
+    rows, width = output.batch, output.batch["prompts"].shape[1]
+    responses = []
+    for row in range(len(output)):
+        mask, length = rows["attention_mask"][row].bool(), int(rows["response_mask"][row].sum())
+        responses.append(SimpleNamespace(
+            prompt=rows["prompts"][row][mask[:width]].tolist(),
+            tokens=rows["responses"][row][:length].tolist(),
+            log_probs=rows["rollout_log_probs"][row][:length],
+        ))
+    return SimpleNamespace(responses=responses, steps=steps, timing=output.meta_info["timing"])
+
+
+def moved(manager, sampling, beside=None):
+    """One rollout with the feature on, as a trainer runs it."""
+    manager.rollout_config.rollout_rebalance.enable = True
+    try:
+        found = rollout(manager, sampling, beside=beside)
+    finally:
+        manager.rollout_config.rollout_rebalance.enable = False
+    found.did = {key.removeprefix("rollout_rebalance/"): value for key, value in found.timing.items()
+                 if key.startswith("rollout_rebalance/")}
+    return found
+
+
+def same(found, expected) -> float:
+    """Checks that tokens are equal; returns the largest difference of a log-prob."""
+    assert [r.tokens for r in found.responses] == [r.tokens for r in expected.responses]
+    pairs = zip(found.responses, expected.responses, strict=True)
+    return max((a.log_probs - b.log_probs).abs().max().item() for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+
+    def worst_error(responses) -> float:
+        """Of a log-prob, against Hugging Face."""
+        worst = 0.0
+        for r in responses:
+            with torch.no_grad():
+                logits = model(torch.tensor([r.prompt + r.tokens])).logits[0, len(r.prompt) - 1 : -1]
+            expected = logits.log_softmax(-1)[torch.arange(len(r.tokens)), r.tokens]
+            worst = max(worst, (expected - r.log_probs).abs().max().item())
+        return worst
+
+    return worst_error
+
+
+@pytest.fixture(scope="module")
+def unmoved(manager):
+    rollout(manager, SKEWED[:4])  # the first requests of a server are slow
+    return rollout(manager, SKEWED)
+
+
+def test_a_skewed_rollout_ends_sooner_with_the_same_responses(manager, unmoved, model):
+    found = moved(manager, SKEWED)
+    assert "rollout_rebalance/moves" not in unmoved.timing
+    difference, error = same(found, unmoved), model(found.responses)
+    print(f"\nengine steps {unmoved.steps} -> {found.steps}; log-probs differ by {difference:.1e}, from "
+          f"Hugging Face by {error:.1e} ({model(unmoved.responses):.1e} without moves); {found.did}")
+    assert [len(r.tokens) for r in found.responses] == [p["max_tokens"] for p in SKEWED]
+    assert found.did["moves_waiting"] > 0 == found.did["failed"]
+    assert found.steps <= 0.75 * unmoved.steps
+    assert max(difference, error) < 2e-5
+
+
+def test_running_requests_move_into_a_smaller_graph(manager, model):
+    sampling = greedy(*[200, 5] * 4)
+    expected, found = rollout(manager, sampling), moved(manager, sampling)
+    difference = same(found, expected)
+    print(f"\nlog-probs differ by {difference:.1e}; {found.did}")
+    assert found.did["moves_running"] >= 2 and found.did["replayed_tokens"] > 2 * 5
+    assert found.did["gear_share/2"] > 0.3
+    assert max(difference, model(found.responses)) < 2e-5
+
+
+def test_sampled_responses_keep_their_distribution(manager):
+    """Token counts of 160 seeded requests, with many moves and with none: within six standard errors."""
+    rng, vocabulary = random.Random(0), 32
+    common = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40}
+
+    def somewhere(servers, gears):
+        held = [(request.id, server.id) for server in servers for request in server.requests]
+        other = dict(zip(manager.server_addresses, reversed(manager.server_addresses), strict=True))
+        return [Move(name, source, other[source]) for name, source in held if rng.random() < 0.3]
+
+    handles = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+    mover = RequestMover(handles, RolloutRebalanceConfig(True, check_interval_s=0.02), somewhere)
+    counts = []
+    for beside, first in ((mover, 0), (None, 160)):  # other seeds: the two samples are independent
+        sampling = [common | {"seed": seed} for seed in range(first, first + 160)]
+        responses = rollout(manager, sampling, mover=beside).responses
+        assert all(len(r.tokens) == 40 for r in responses)
+        counts.append(np.array([np.bincount(r.tokens, minlength=vocabulary) for r in responses]))
+    moves = mover.metrics()["rollout_rebalance/moves_running"]
+    error = np.sqrt(sum(count.var(0, ddof=1) / len(count) for count in counts))
+    z = (counts[0].mean(0) - counts[1].mean(0))[error > 0] / error[error > 0]
+    print(f"\n{moves:.0f} moves of running requests, largest z {np.abs(z).max():.1f}")
+    assert moves >= 40 and len(z) > 8
+    assert np.abs(z).max() < 6
+
+
+@pytest.fixture(scope="module")
+def engines(manager) -> list[int]:
+    """Process ids of the two engines."""
+    from live_servers import engine_pid
+
+    return asyncio.run(manager.on_servers(engine_pid))
+
+
+def test_a_server_that_stalls_is_relieved(manager, unmoved, engines):
+    async def stall():
+        await asyncio.sleep(0.1)
+        os.kill(engines[0], signal.SIGSTOP)
+        await asyncio.sleep(1.5)
+        os.kill(engines[0], signal.SIGCONT)
+
+    found = moved(manager, SKEWED, beside=stall)
+    assert same(found, unmoved) < 2e-5
+    assert found.did["moves_running"] > 0 == found.did["failed"]
+
+
+def kill(pid: int):
+    async def soon():
+        await asyncio.sleep(0.2)
+        os.kill(pid, signal.SIGKILL)
+
+    return soon
+
+
+def test_the_requests_of_a_killed_server_end_on_the_other(manager, unmoved, engines):
+    found = moved(manager, SKEWED, beside=kill(engines[0]))
+    assert same(found, unmoved) < 2e-5 and found.did["unanswered"] > 0
+    assert same(moved(manager, SKEWED[:4]), rollout(manager, SKEWED[:4])) < 2e-5  # the next rollout works
+
+
+def test_without_any_server_the_rollout_fails_at_once(manager, unmoved, engines):
+    with pytest.raises(Exception) as caught:
+        moved(manager, SKEWED, beside=kill(engines[1]))
+    assert has_died(caught.value), caught.value

@@ -1,0 +1,386 @@
+"""Requests that move, against the same requests left alone: engines simulated, mover and callers real."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ascend_rl.request_mover import (
+    MovableRequests,
+    MovableRouting,
+    RequestMover,
+    RolloutRebalanceConfig,
+    can_move,
+    gather,
+    generate,
+    joined,
+    metrics,
+    remaining,
+    settings,
+)
+from ascend_rl.rollout_rebalance import Move
+
+CONFIG = SimpleNamespace(prompt_length=8, response_length=60)
+EOS = 0
+
+
+class EngineDeadError(Exception):
+    """Named as vLLM's."""
+
+
+class Output(SimpleNamespace):
+    def model_copy(self, update):
+        return Output(**vars(self) | update)
+
+
+class Remote:
+    """Calls of an object as Ray would make them: with copies, one round of the event loop later."""
+
+    def __init__(self, target):
+        self._target = target
+
+    def __getattr__(self, name):
+        method = getattr(self._target, name)
+
+        async def call(*args, **kwargs):
+            await asyncio.sleep(0)
+            result = method(*args, **kwargs)
+            return await result if asyncio.iscoroutine(result) else result
+
+        return SimpleNamespace(remote=lambda *a, **k: asyncio.ensure_future(call(*a, **k)))
+
+
+class Engine(MovableRequests):
+    """A server that decodes one token per step for up to ``max_num_seqs`` requests, oldest first.
+
+    A token depends on all tokens before it, or, with a seed, on the request's own random numbers.
+    """
+
+    def __init__(self, max_num_seqs=4):
+        self.requests, self.aborted, self.steps, self.slots = {}, {}, 0, max_num_seqs
+        self.engine = self
+        self.errored = False
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(num_gpu_blocks=100, block_size=100),
+            scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+            parallel_config=SimpleNamespace(data_parallel_size=1),
+            compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4]),
+        )
+
+    @property
+    def output_processor(self):
+        return SimpleNamespace(request_states={
+            name: SimpleNamespace(prompt_len=len(r.prompt), is_prefilling=not r.tokens,
+                                  detokenizer=SimpleNamespace(output_token_ids=r.tokens))
+            for name, r in self.requests.items()
+        })
+
+    async def abort(self, names):
+        for name in names:
+            self.end(name, "aborted")
+
+    def end(self, name, reason):
+        request = self.requests.pop(name)
+        request.reason = reason
+        request.ended.set()
+
+    def die(self):
+        self.errored = True
+        for request in self.requests.values():
+            request.ended.set()
+
+    async def generate(self, prompt_ids, sampling_params, request_id, image_data=None, video_data=None):
+        if self.errored:
+            raise EngineDeadError
+        assert request_id not in self.requests
+        noise = random.Random(sampling_params["seed"]) if "seed" in sampling_params else None
+        request = SimpleNamespace(prompt=list(prompt_ids), tokens=[], ended=asyncio.Event(), noise=noise,
+                                  max_tokens=sampling_params["max_tokens"],
+                                  min_tokens=sampling_params.get("min_tokens", 0))
+        self.requests[request_id] = request
+        await request.ended.wait()
+        if self.errored:
+            raise EngineDeadError
+        return Output(token_ids=list(request.tokens), log_probs=[-t / 8 for t in request.tokens],
+                      routed_experts=None, num_preempted=1, stop_reason=request.reason)
+
+    async def run(self):
+        while not self.errored:
+            await asyncio.sleep(1e-3)
+            first = True
+            for name, r in list(self.requests.items())[: self.slots]:
+                chain = random.Random(str(r.prompt + r.tokens))
+                token = r.noise.randrange(8) if r.noise else chain.randrange(40)
+                if token == EOS and len(r.tokens) < r.min_tokens:
+                    token = 1
+                r.tokens.append(token)
+                if token == EOS or len(r.tokens) == r.max_tokens:
+                    self.end(name, "completed")
+                self.steps += first
+                first = False
+
+
+class Balancer(MovableRouting):
+    """The fields and methods of verl's."""
+
+    def __init__(self, servers):
+        self._inflight_requests, self._request_id_to_server = dict.fromkeys(servers, 0), {}
+
+    def acquire_server(self, request_id):
+        server = self._request_id_to_server.get(request_id) or min(
+            self._inflight_requests, key=self._inflight_requests.get
+        )
+        self._request_id_to_server[request_id] = server
+        self._inflight_requests[server] += 1
+        return server
+
+    def release_server(self, server):
+        assert self._inflight_requests[server] > 0
+        self._inflight_requests[server] -= 1
+
+
+class Rollout:
+    """Servers "a" and "b" and what a caller sees of them."""
+
+    def __init__(self, **config):
+        self.engines = {"a": Engine(), "b": Engine()}
+        self.balancer = Balancer(self.engines)
+        self._load_balancer = Remote(self.balancer)
+        self._server_id_to_handle = {name: Remote(engine) for name, engine in self.engines.items()}
+        self.config = SimpleNamespace(rollout=CONFIG, get=lambda key: None)
+        self.rebalance = RolloutRebalanceConfig(True, **{"check_interval_s": 2e-3} | config)
+
+    async def _acquire_server(self, request_id):
+        name = await self._load_balancer.acquire_server.remote(request_id)
+        return name, self._server_id_to_handle[name]
+
+    def _release_server(self, name):
+        self.balancer.release_server(name)
+
+    def run(self, requests, planner=lambda servers, gears: [], beside=None):
+        """Outputs of [(prompt_ids, sampling_params)], in order; afterwards nothing may be left anywhere."""
+
+        async def everything():
+            running = [asyncio.create_task(engine.run()) for engine in self.engines.values()]
+            running += [asyncio.create_task(beside(self))] if beside else []
+            async with RequestMover(self._server_id_to_handle, self.rebalance, planner) as mover:
+                self.mover = mover
+                outputs = await asyncio.wait_for(asyncio.gather(
+                    *(generate(self, str(i), prompt, params) for i, (prompt, params) in enumerate(requests))
+                ), 30)
+            for task in running:
+                task.cancel()
+            return outputs
+
+        outputs = asyncio.run(everything())
+        assert not any(engine.requests or engine._move_targets() for engine in self.engines.values()
+                       if not engine.errored)
+        assert not any(self.balancer._inflight_requests.values())
+        self.metrics = {key.removeprefix("rollout_rebalance/"): v for key, v in self.mover.metrics().items()}
+        return outputs
+
+
+def somewhere(seed):
+    """A planner without reason: each request moves with probability 0.3."""
+    rng = random.Random(seed)
+
+    def planner(servers, gears):
+        held = [(request.id, server.id) for server in servers for request in server.requests]
+        return [Move(name, source, "ab"[source == "a"]) for name, source in held if rng.random() < 0.3]
+
+    return planner
+
+
+def some_requests(seed, count=24, **params):
+    rng = random.Random(seed)
+    return [([rng.randrange(1, 40) for _ in range(rng.randint(1, 12))], dict(params)) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"max_tokens": 30}, {"max_new_tokens": 30}, {"min_tokens": 25}], ids=str
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_moved_requests_end_as_if_they_had_stayed(seed, params):
+    requests = some_requests(seed, **params)
+    stayed, moved = Rollout(), Rollout()
+    expected, found = stayed.run(requests), moved.run(requests, somewhere(seed))
+    assert [(o.token_ids, o.log_probs, o.stop_reason) for o in found] == [
+        (o.token_ids, o.log_probs, "completed") for o in expected
+    ]
+    assert moved.metrics["moves_running"] > 5 and moved.metrics["replayed_tokens"] > 0
+    assert stayed.metrics["moves"] == 0 < stayed.metrics["checks"]
+    given = params.get("max_tokens", params.get("max_new_tokens"))
+    limits = [given or min(60, 68 - len(prompt)) for prompt, _ in requests]
+    assert all(len(o.token_ids) <= limit for o, limit in zip(found, limits, strict=True))
+    assert any(len(o.token_ids) == limit for o, limit in zip(found, limits, strict=True))
+    assert all(len(o.token_ids) > params.get("min_tokens", 0) for o in found)
+
+
+def test_a_moved_request_takes_new_random_numbers():
+    """With its old seed, a request would sample the tokens of its first stay again."""
+    requests = some_requests(0, 40, min_tokens=40, max_tokens=40)
+    for i, (_, params) in enumerate(requests):
+        params["seed"] = i
+    outputs = Rollout().run(requests, somewhere(1))
+    repeated = {
+        lag: np.mean([np.mean(np.array(o.token_ids[lag:]) == np.array(o.token_ids[:-lag])) for o in outputs])
+        for lag in range(1, 20)
+    }
+    # EOS becomes 1 here, so that two draws are equal with probability 6/64 + 4/64.
+    assert max(abs(share - 10 / 64) for share in repeated.values()) < 0.05
+    assert len({remaining({"seed": 3, "max_tokens": 9}, done)["seed"] for done in range(9)}) == 9
+    assert remaining({"seed": 3, "max_tokens": 9}, 0)["seed"] == 3
+
+
+def test_planner_and_mover_together_shorten_a_skewed_rollout():
+    """The real planner; every other request is long, so that one server gets all long ones."""
+    requests = [([7, i], {"min_tokens": n, "max_tokens": n}) for i, n in enumerate([60, 4] * 8)]
+    from ascend_rl.rollout_rebalance import plan
+
+    stayed, moved = Rollout(), Rollout()
+    expected, found = stayed.run(requests), moved.run(requests, plan)
+    assert [(o.token_ids, o.log_probs) for o in found] == [(o.token_ids, o.log_probs) for o in expected]
+    steps = [max(engine.steps for engine in rollout.engines.values()) for rollout in (stayed, moved)]
+    assert steps[1] < 0.75 * steps[0], steps
+    assert moved.metrics["moves_waiting"] > 0
+    assert moved.metrics["idle_share"] < stayed.metrics["idle_share"]
+    gears = [value for key, value in moved.metrics.items() if key.startswith("gear_share/")]
+    assert sum(gears) == pytest.approx(1) and len(gears) > 1
+
+
+def test_requests_that_may_not_move_stay():
+    sampling = [{"stop": ["x"]}, {"presence_penalty": 0.5}, {"structured_outputs": object()}, {"n": 2}]
+    assert not any(can_move(params) for params in sampling)
+    assert can_move({"temperature": 0.9, "top_k": 50, "seed": 1, "stop": None, "frequency_penalty": 0.0})
+    requests = some_requests(0, frequency_penalty=0.5, max_tokens=40)
+    stayed, moved = Rollout(), Rollout()
+    assert moved.run(requests, somewhere(0)) == stayed.run(requests)
+    assert moved.metrics["moves"] == 0
+
+
+@pytest.mark.parametrize("move", [False, True])
+def test_a_dying_server_gives_its_requests_to_the_others(move):
+    async def die(rollout):
+        while rollout.engines["a"].steps < 15:
+            await asyncio.sleep(1e-3)
+        rollout.engines["a"].die()
+
+    requests = some_requests(3, min_tokens=20)
+    rollout = Rollout()
+    found = rollout.run(requests, somewhere(1) if move else lambda *_: [], beside=die)
+    assert rollout.engines["a"].requests and rollout.balancer._inflight_requests.keys() == {"b"}
+    assert [o.token_ids for o in found] == [o.token_ids for o in Rollout().run(requests)]
+    assert rollout.metrics["unanswered"] > 0
+
+
+def test_without_any_server_left_the_error_comes_through():
+    async def die(rollout):
+        for engine in rollout.engines.values():
+            while engine.steps < 5:
+                await asyncio.sleep(1e-3)
+            engine.die()
+
+    with pytest.raises(EngineDeadError):
+        Rollout().run(some_requests(0, min_tokens=50), beside=die)
+
+
+def test_an_abort_that_is_no_move_stays_an_abort():
+    async def pause(rollout):
+        engine = rollout.engines["a"]
+        while engine.steps < 10:
+            await asyncio.sleep(1e-3)
+        await engine.abort(list(engine.requests))
+
+    requests = some_requests(2, 8, min_tokens=20)
+    found, complete = Rollout().run(requests, beside=pause), Rollout().run(requests)
+    assert {o.stop_reason for o in found} == {"aborted", "completed"}
+    for part, whole in zip(found, complete, strict=True):
+        assert part.token_ids == whole.token_ids[: len(part.token_ids)]
+
+
+def test_a_crash_of_the_planner_costs_the_moves_only():
+    calls = itertools.count()
+
+    def planner(servers, gears):
+        if next(calls) == 2:
+            raise RuntimeError("crash")
+        return somewhere(0)(servers, gears)
+
+    requests = some_requests(4)
+    rollout = Rollout()
+    assert [o.token_ids for o in rollout.run(requests, planner)] == [
+        o.token_ids for o in Rollout().run(requests)
+    ]
+    assert rollout.metrics["failed"] == 1 and next(calls) == 3
+
+
+def test_a_server_that_does_not_answer_sits_out():
+    def planner(servers, gears):
+        raise AssertionError("one server has nobody to give to")
+
+    rollout = Rollout(answer_timeout_s=0.01)
+    rollout.engines["a"].rollout_state = lambda: asyncio.sleep(30)
+    requests = some_requests(5, min_tokens=55)
+    assert len(rollout.run(requests, planner)) == len(requests)
+    assert rollout.metrics["unanswered"] == rollout.metrics["checks"] > 0 == rollout.metrics["failed"]
+
+
+def test_no_second_plan_before_the_first_has_happened():
+    """A request on its way is on no server; a planner that does not see it would overfill the target."""
+    rollout = Rollout()
+    waited = []
+
+    def planner(servers, gears):
+        waited.append(sum(len(server.requests) for server in servers))
+        return somewhere(len(waited))(servers, gears)
+
+    rollout.run([([1, i], {"min_tokens": 60, "max_tokens": 60}) for i in range(4)], planner)
+    assert len(waited) > 3 and set(waited) <= {4, 0}
+
+
+def test_routed_experts_of_both_stays():
+    part = Output(token_ids=[5], log_probs=None, num_preempted=None, stop_reason="aborted",
+                  routed_experts=np.full((3, 2, 1), 1))
+    rest = Output(token_ids=[6, 7], log_probs=None, num_preempted=2, stop_reason="completed",
+                  routed_experts=np.full((5, 2, 1), 9))
+    whole = joined(joined(None, part), rest)
+    assert (whole.token_ids, whole.log_probs, whole.num_preempted) == ([5, 6, 7], None, 2)
+    assert whole.stop_reason == "completed"
+    assert whole.routed_experts[:, 0, 0].tolist() == [1, 1, 1, 9, 9]
+    assert rest.routed_experts[0, 0, 0] == 9
+
+
+def test_settings_are_checked():
+    def rollout(name="vllm", **given):
+        return SimpleNamespace(name=name, get={"rollout_rebalance": given}.get)
+
+    assert settings(rollout(enable=0)) is None and settings(SimpleNamespace(get={}.get)) is None
+    assert settings(rollout(enable=1, _target_="x")).check_interval_s == 2
+    for bad in ({"enable": 2}, {"check_interval_s": 0}, {"gears": []}, {"gears": [0, 2]}):
+        with pytest.raises(ValueError, match=f"rollout_rebalance.{next(iter(bad))}"):
+            settings(rollout(**{"enable": True} | bad))
+    with pytest.raises(ValueError, match="rollout.name=vllm"):
+        settings(rollout("sglang", enable=True))
+
+
+def test_the_manager_reports_what_the_mover_did():
+    rollout = Rollout()
+    given = {"rollout_rebalance": {"enable": True, "check_interval_s": 1e-3}}
+    manager = SimpleNamespace(
+        rollout_config=SimpleNamespace(name="vllm", get=given.get),
+        server_addresses=list(rollout.engines), server_handles=list(rollout._server_id_to_handle.values()),
+    )  # fmt: skip
+
+    async def rollouts():
+        return await gather(manager, asyncio.sleep(0.05, "first"), asyncio.sleep(0, "second"))
+
+    assert metrics(manager) == {}
+    assert asyncio.run(rollouts()) == ["first", "second"]
+    timing = metrics(manager)
+    assert timing["rollout_rebalance/idle_share"] == 1
+    assert timing["rollout_rebalance/checks"] > 0 == timing["rollout_rebalance/moves"]
