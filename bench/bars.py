@@ -9,6 +9,7 @@ import platform
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS.mkdir(exist_ok=True)
 Bar = tuple[str, float, str, str, bool]
 """name, value, unit, the bar in words, whether it is met."""
 
@@ -20,8 +21,9 @@ def finish(name: str, bars: list[Bar], **data) -> int:
         The exit status: 0 if all bars are met, 1 if not.
     """
     print()
+    width = max(len(bar[0]) for bar in bars)
     for what, value, unit, bar, ok in bars:
-        print(f"{'ok  ' if ok else 'MISS'} {what:<56} {value:.4g} {unit} (bar: {bar})")
+        print(f"{'ok  ' if ok else 'MISS'} {what:<{width}} {value:.4g} {unit} (bar: {bar})")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     report = {
         "bars": [dict(zip(("name", "value", "unit", "bar", "ok"), bar, strict=True)) for bar in bars],
@@ -30,6 +32,5 @@ def finish(name: str, bars: list[Bar], **data) -> int:
         "date": datetime.date.today().isoformat(),
         **data,
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1))
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1, default=float))
     return 0 if all(ok for *_, ok in bars) else 1

@@ -13,10 +13,6 @@ The constants are those of ascend_rl/rollout_sim.py; docs/rollout_rebalance.md s
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -29,6 +25,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from bars import RESULTS, finish  # noqa: E402
 
 from ascend_rl.data_rebalance import place, predict  # noqa: E402
 from ascend_rl.rollout_rebalance import Request, Server, gear_of, plan  # noqa: E402
@@ -672,24 +670,8 @@ def main() -> int:
     compare(models(args.lengths), seeds, bars, data)
     trade_offs(2 if args.quick else 4, data)
     time_planner(bars, data)
-    results = ROOT / "bench/results"
-    results.mkdir(exist_ok=True)
-    draw_figure(results / "rollout.png")
-
-    print()
-    for name, value, unit, bar, ok in bars:
-        print(f"{'ok  ' if ok else 'MISS'} {name:<84} {value:.4g} {unit} (bar: {bar})")
-    report = {
-        "bars": [dict(zip(("name", "value", "unit", "bar", "ok"), bar, strict=True)) for bar in bars],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "date": datetime.date.today().isoformat(),
-        "quick": args.quick,
-        "seconds": time.monotonic() - begun,
-        **data,
-    }
-    (results / "rollout.json").write_text(json.dumps(report, indent=1, default=float))
-    print(f"{report['seconds']:.0f} s; bench/results/rollout.json, rollout.png")
-    return 0 if all(ok for *_, ok in bars) else 1
+    draw_figure(RESULTS / "rollout.png")
+    return finish("rollout", bars, quick=args.quick, seconds=time.monotonic() - begun, **data)
 
 
 if __name__ == "__main__":
