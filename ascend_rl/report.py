@@ -15,6 +15,8 @@ from pathlib import Path
 FINAL_STEPS = 5
 PHASES = {"gen": "rollout", "old_log_prob": "old log-prob", "ref": "reference log-prob", "reward": "reward",
           "adv": "advantage", "update_actor": "update", "update_weights": "weight sync"}
+# With dynamic sampling (ascend_rl/dapo.py) the trained groups all have right and wrong responses.
+UNFILTERED = "dapo/reward_before_filter/mean"
 REWARD, LENGTH, CLIPPED = "critic/rewards/mean", "response_length/mean", "actor/pg_clipfrac"
 PROBS_DIFF = "training/rollout_probs_diff_max"
 
@@ -45,6 +47,11 @@ def series(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
     return [row["step"] for row in rows if key in row], [row[key] for row in rows if key in row]
 
 
+def rewards(rows: list[dict]) -> tuple[list[int], list[float]]:
+    """Steps and mean rewards of all that was generated."""
+    return series(rows, UNFILTERED if any(UNFILTERED in row for row in rows) else REWARD)
+
+
 def validation(rows: list[dict]) -> tuple[list[int], list[float]]:
     """The mean validation reward, over data sources."""
     steps, values = [], []
@@ -68,7 +75,7 @@ def summarise(rows: list[dict], wall_s: float | None) -> dict:
     diffs = series(rows, PROBS_DIFF)[1]
     return {
         "steps": len(training),
-        "final_reward": statistics.fmean(row[REWARD] for row in training[-FINAL_STEPS:]),
+        "final_reward": statistics.fmean(rewards(rows)[1][-FINAL_STEPS:]),
         "val_reward": val[-1] if val else None,
         "val_reward_before": val[0] if len(val) > 1 else None,
         "max_rollout_probs_diff": max(diffs, key=lambda d: math.inf if math.isnan(d) else d, default=None),
@@ -130,7 +137,7 @@ def plot(runs: list[tuple[str, list[dict]]], path: Path) -> None:
 
     figure, ((reward, length), (clipped, times)) = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
     for name, rows in runs:
-        line, = reward.plot(*series(rows, REWARD), label=f"{name}, training", linewidth=1.2)
+        line, = reward.plot(*rewards(rows), label=f"{name}, training", linewidth=1.2)
         steps, values = validation(rows)
         reward.plot(steps, values, "o--", color=line.get_color(), label=f"{name}, held out", markersize=5)
         length.plot(*series(rows, LENGTH), label=name, linewidth=1.2)

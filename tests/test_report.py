@@ -120,6 +120,14 @@ def test_figures_without_what_is_optional(tmp_path):
     assert found["median_phase_s"]["update"] == pytest.approx(0.3)  # of 0 0.1 0.3 0.4 0.5
 
 
+def test_the_reward_of_a_filtered_run_is_that_before_filtering(tmp_path):
+    rows = records()
+    for row in rows[1:]:
+        row["data"]["dapo/reward_before_filter/mean"] = row["data"]["critic/rewards/mean"] / 2
+    found, plain = figures(write(tmp_path / "a", rows)), figures(write(tmp_path / "b", records()))
+    assert found["final_reward"] == pytest.approx(plain["final_reward"] / 2)
+
+
 @pytest.mark.parametrize("position", [1, 3, 6])
 def test_nan_is_not_lost(tmp_path, position):
     """verl writes NaN as null; a rollout that computes NaN once must not pass."""
