@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -96,6 +97,30 @@ def test_two_workers_share_one_step(root, tmp_path, nothing_left_behind, same_pr
            for what in ("moves", "moves_running", "failed", "unanswered")}
     print(did)
     assert did["moves"] > 0 == did["failed"] == did["unanswered"]
+
+
+def test_dapo_fills_its_batches_with_varying_groups(root, tmp_path, nothing_left_behind, same_probabilities):
+    """The DAPO recipe with the rollout's progress bar, which nobody sees unless it is asked for."""
+    output = tmp_path / "run"
+    process = launch(root, "train_dapo_qwen3_tiny_cpu.sh", output, "actor_rollout_ref.rollout.use_tqdm=True",
+                     "trainer.test_freq=14", STEPS=14)
+    text = finish(process, output)
+    assert process.returncode == 0, text[-3000:]
+    rows = metrics(output)
+    training = [row for row in rows if "actor/pg_loss" in row]
+    assert len(training) == 14
+    same_probabilities(training)
+    for row in training:
+        assert 0.25 - 0.5 / 4 <= row["critic/score/mean"] <= 0.75  # of 4, 1 to 3 are right; a penalty is 0.5
+        assert row["dapo/num_gen_batches"] * 16 * row["dapo/kept_share"] == pytest.approx(
+            16 + row["dapo/surplus_groups"])
+        assert row["actor/grad_norm"] > 0
+    assert max(row["dapo/num_gen_batches"] for row in training) >= 2
+    accuracy = "val-core/tiny/addition/acc/mean@1"
+    before, after = (row[accuracy] for row in rows if accuracy in row)
+    assert after > before
+    drawn = re.findall(r"rollout 14: (\d+) tokens/s, 0 running, 0 waiting, longest (\d+):", text)
+    assert drawn and all(int(speed) > 0 and 0 < int(longest) <= 16 for speed, longest in drawn)
 
 
 @pytest.mark.parametrize("victim", ["VLLM::EngineCor", "ray::WorkerDict"])
