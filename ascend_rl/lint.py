@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 from . import lint_engines, lint_options, lint_roll, lint_script, lint_sizes  # noqa: F401  (they fill RULES)
 from .dry_run import Run, dry_run
@@ -81,7 +82,8 @@ def lint(
             )
         )
     else:
-        resolved = resolve(run.module, run.args)
+        with mock.patch.dict(os.environ, run.env):  # for ${oc.env:...}
+            resolved = resolve(run.module, run.args)
         findings += resolved.findings
     setup = Setup(run, resolved, scripts, extra=len(overrides))
     for rule in RULES:
