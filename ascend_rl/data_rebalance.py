@@ -19,9 +19,11 @@ Cost: O(n log n).
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,6 +104,63 @@ def place(
     inverse = np.empty(count, dtype=np.int64)
     inverse[order] = np.arange(count)
     return Placement(rank, order, inverse, sizes)
+
+
+# In verl (patch data_rebalance).
+
+# The server of the sample whose agent loop runs in this task of asyncio; None: the least loaded.
+server: ContextVar[str | None] = ContextVar("server", default=None)
+KEY = "rollout_server"  # of a sample, in a DataProto's non_tensor_batch
+
+
+class Placer:
+    """Places rollout after rollout, and remembers how long the responses to a prompt were.
+
+    Args:
+        servers: ids of the servers, which are alike.
+    """
+
+    def __init__(self, servers: Sequence[str]):
+        self.servers = np.array(servers, dtype=object)
+        self.earlier: dict[Hashable, list[float]] = {}
+
+    def place(self, prompts: Sequence[Hashable]) -> tuple[Placement, float]:
+        """Where the samples of these prompts go, and the share of them of whose prompt lengths are known."""
+        predicted = predict(prompts, self.earlier)
+        return place(prompts, len(self.servers), predicted), float(np.mean(~np.isnan(predicted)))
+
+    def learn(self, prompts: Sequence[Hashable], lengths: Sequence[float]) -> None:
+        """Keep the lengths of this rollout, in place of older ones of the same prompts."""
+        now: defaultdict[Hashable, list[float]] = defaultdict(list)
+        for prompt, tokens in zip(prompts, lengths, strict=True):
+            now[prompt].append(float(tokens))
+        self.earlier |= now
+
+
+def attach(manager: Any) -> None:
+    """With ``rollout.data_rebalance``, let an AgentLoopManager's rollouts go where the samples are placed.
+
+    ``generate_sequences`` then sends each sample to its server, longest first, and returns the samples in the
+    order in which they came, whatever they are for: training, validation or a baseline.
+    """
+    if not manager.rollout_config.get("data_rebalance"):
+        return
+    placer, generate = Placer(manager.server_addresses), manager.generate_sequences
+
+    def generate_sequences(prompts):
+        messages = prompts.non_tensor_batch["raw_prompt"]
+        keys = [hashlib.blake2b(str(prompt).encode()).digest() for prompt in messages]
+        placement, known_share = placer.place(keys)
+        sent = prompts.select_idxs(placement.order)
+        sent.non_tensor_batch[KEY] = placer.servers[placement.rank[placement.order]]
+        output = generate(sent).select_idxs(placement.inverse)
+        output.non_tensor_batch.pop(KEY, None)
+        width = output.batch["responses"].shape[1]
+        placer.learn(keys, output.batch["attention_mask"][:, -width:].sum(1).tolist())
+        output.meta_info["timing"]["data_rebalance/known_share"] = known_share
+        return output
+
+    manager.generate_sequences = generate_sequences
 
 
 def _columns(groups: Sequence[Hashable]) -> np.ndarray:

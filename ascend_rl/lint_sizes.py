@@ -229,16 +229,17 @@ def _(s):
 @rule(
     "parallel.rollout_servers",
     "warning",
-    "rollout_rebalance has several vLLM servers to move requests between",
-    why="requests move between servers, not between the DP ranks of one: the switch does nothing",
-    fix="rollout_rebalance.enable=False (ROLLOUT_REBALANCE_ENABLE=0), or servers of fewer dies (TP x DP)",
+    "rollout_rebalance and data_rebalance have several vLLM servers",
+    why="they choose between servers, not between the DP ranks of one: the switch does nothing",
+    fix="switch it off (ROLLOUT_REBALANCE_ENABLE=0), or make servers of fewer dies (TP x DP)",
 )
 def _(s):
-    if s.get(f"{ROLLOUT}.rollout_rebalance.enable") and s.dies <= s.rollout_tp * s.rollout_dp:
-        yield (
-            f"{ROLLOUT}.rollout_rebalance.enable",
-            f"one server of TP {s.rollout_tp} x DP {s.rollout_dp} on {s.dies} dies",
-        )
+    for switch in ("rollout_rebalance.enable", "data_rebalance"):
+        if s.get(f"{ROLLOUT}.{switch}") and s.dies <= s.rollout_tp * s.rollout_dp:
+            yield (
+                f"{ROLLOUT}.{switch}",
+                f"one server of TP {s.rollout_tp} x DP {s.rollout_dp} on {s.dies} dies",
+            )
 
 
 @rule(

@@ -78,9 +78,10 @@ def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabil
 
 
 def test_two_workers_share_one_step(root, tmp_path, nothing_left_behind, same_probabilities):
-    """Two FSDP ranks, two vLLM servers, requests that move; the GRPO twin, so that both recipes run."""
+    """Two FSDP ranks, two vLLM servers, samples placed, requests that move; the GRPO twin."""
     output, rollout = tmp_path / "run", "actor_rollout_ref.rollout"
-    moving = [f"{rollout}.rollout_rebalance.check_interval_s=0.01", f"{rollout}.max_num_seqs=2"]
+    moving = [f"{rollout}.rollout_rebalance.check_interval_s=0.01", f"{rollout}.max_num_seqs=2",
+              f"{rollout}.data_rebalance=True"]
     process = launch(root, "train_grpo_qwen3_tiny_cpu.sh", output, "trainer.test_freq=-1", *moving,
                      NPUS_PER_NODE=2, STEPS=12, ROLLOUT_REBALANCE_ENABLE=1)
     most: Counter = Counter()
@@ -95,8 +96,8 @@ def test_two_workers_share_one_step(root, tmp_path, nothing_left_behind, same_pr
     same_probabilities(training)
     did = {what: sum(row[f"timing_s/rollout_rebalance/{what}"] for row in training)
            for what in ("moves", "moves_running", "failed", "unanswered")}
-    print(did)
     assert did["moves"] > 0 == did["failed"] == did["unanswered"]
+    assert all(row["timing_s/data_rebalance/known_share"] == 0 for row in training)  # each prompt comes once
 
 
 def test_dapo_fills_its_batches_with_varying_groups(root, tmp_path, nothing_left_behind, same_probabilities):
