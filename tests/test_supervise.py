@@ -364,7 +364,8 @@ def test_unrelated_processes_are_untouched(runner):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_stop_everything(runner, number):
-    process = runner.start("bash", "-c", "setsid sleep 300 >&- 2>&- & echo ready; sleep 300")
+    process = runner.start("bash", "-c", "setsid sleep 300 >&- 2>&- & echo ready; sleep 300",
+                           preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))  # also under nohup
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(number)
     result = runner.finish(process)
