@@ -1,8 +1,8 @@
 """Every recipe of internal/: its configuration is what verl accepts, what was published, and fits the dies.
 
 Nothing runs here; tests/e2e/test_recipes_smoke.py runs them. SMOKE=1 may change sizes and devices and
-nothing else: the keys it may touch are listed below, and how each recipe that is not run differs from one
-that is.
+nothing else: the keys it may touch are listed below, and how each recipe without a code path of its own
+differs from one that has it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ num_layers_in_last_pipeline_stage
 """.split()]
 NAMING = {"trainer.experiment_name", "trainer.default_local_dir"}
 
-# Recipes that are not run on a CPU: one that is, and how its smoke run would differ from that one's.
+# Recipes with no code path of their own: the one that has it, and how its smoke run differs from that one's.
 DAPO_LOSS = {
     "algorithm.kl_ctrl.kl_coef", "algorithm.rollout_correction.rollout_is",
     "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_coef",
@@ -81,7 +81,7 @@ DAPO_LOSS = {
 }
 GSPO_LOSS = {"actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.loss_agg_mode",
              "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"}
-NOT_RUN = {
+TWINS = {
     "grpo_qwen3_235b_128die_random_init": ("grpo_qwen3_235b_128die_true_weight", {
         "actor_rollout_ref.actor.load_weight", "actor_rollout_ref.ref.load_weight",
         "actor_rollout_ref.actor.use_dynamic_bsz", "actor_rollout_ref.rollout.gpu_memory_utilization",
@@ -151,7 +151,7 @@ def model_of(name: str) -> tuple[int, int, int, int]:
 
 
 def test_the_matrix_is_complete():
-    assert set(NOT_RUN) < set(NAMES) and len(NAMES) == 12
+    assert set(TWINS) < set(NAMES) and len(NAMES) == 12
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -270,10 +270,10 @@ def test_smoke_changes_sizes_and_devices_only(lists, configs, name):
         assert config.data.train_batch_size == updates * config.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
-@pytest.mark.parametrize("name", NOT_RUN)
-def test_a_recipe_that_is_not_run_differs_from_one_that_is_by_what_is_listed(configs, name):
-    like, by = NOT_RUN[name]
-    assert like not in NOT_RUN
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_differs_by_what_is_listed(configs, name):
+    like, by = TWINS[name]
+    assert like not in TWINS
     assert differences(configs[name, True], configs[like, True]) - NAMING == by
 
 

@@ -25,9 +25,13 @@ RECIPES = {
     "gspo_qwen3_32b_64die_true_weight": (FSDP, True),           # FSDP2
     "gspo_qwen2_5_3b_8die_async_server": (FSDP, True),          # FSDP, legacy workers
     "gspo_qwen2_5_3b_8die_engine_workers": (FSDP, True),
+    # No code path of their own.
+    "grpo_qwen3_235b_128die_random_init": (MEGATRON, False),
+    "gspo_qwen3_235b_128die_true_weight": (MEGATRON, False),
+    "dapo_qwen3_32b_32die_true_weight": (MEGATRON, True),
+    "grpo_qwen3_30b_a3b_16die_true_weight": (MEGATRON, True),
+    "gspo_qwen2_5_3b_8die_fsdp": (FSDP, True),
 }
-
-
 IN_BRIEF = ["grpo_qwen3_235b_128die_true_weight", "gspo_qwen2_5_3b_8die_async_server"]
 
 
@@ -47,11 +51,12 @@ def test_two_steps(root, tmp_path, nothing_left_behind, same_probabilities, name
     assert len(rows) == 2
     for row in rows:
         assert math.isfinite(row["actor/pg_loss"])
-    assert max(row["actor/grad_norm"] for row in rows) > 0  # a step whose groups are all alike has none
     if whole_distribution:
         same_probabilities(rows)
-    assert max(row["critic/rewards/max"] for row in rows) > 0  # the tiny model sometimes adds right
-    if name.startswith("grpo"):
+    if "random_init" not in name:  # such a model never adds right
+        assert max(row["critic/rewards/max"] for row in rows) > 0
+        assert max(row["actor/grad_norm"] for row in rows) > 0  # a step whose groups are all alike has none
+    if "actor/kl_loss" in rows[0] and "random_init" not in name:
         assert abs(rows[0]["actor/kl_loss"]) <= 1e-6  # the reference has the same weights at the start
     if name.startswith("dapo"):
         assert all(row["dapo/num_gen_batches"] >= 1 and 0 < row["critic/score/mean"] < 1 for row in rows)
