@@ -17,7 +17,7 @@ import pytest
 import torch
 from megatron_tiny import Layout, hugging_face, make_checkpoint, make_worker
 from ranks import run_ranks
-from vllm_sync import EXTENSION, sync
+from vllm_sync import make_llm, sync
 
 EXPERTS, LAYERS, HIDDEN, EXPERT_SIZE = 8, 4, 64, 40
 EXPERT_BYTES = 3 * 4 * HIDDEN * EXPERT_SIZE
@@ -208,15 +208,10 @@ def loaded(worker) -> dict[str, torch.Tensor]:
 
 @pytest.mark.timeout(90)
 def test_vllm_loads_its_experts_and_insists_on_them(path, monkeypatch, tmp_path):
-    from vllm import LLM
-
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("ALL_TO_ALL_RESHARD", "1")
-    llm = LLM(
-        str(path), dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=8,
-        num_gpu_blocks_override=64, max_num_batched_tokens=256, worker_extension_cls=EXTENSION,
-    )  # fmt: skip
+    llm = make_llm(path)
     state, sizes = hugging_face(path).state_dict(), (2, 2, 4)
     for rank in (0, 3):
         llm.collective_rpc(become, args=(rank, sizes[2]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 import torch
 from megatron_tiny import VOCAB, hugging_face, make_checkpoint
-from vllm_sync import EXTENSION, sync
+from vllm_sync import make_llm, sync
 
 PROMPTS = [[5 + i, 17, 40 - i, 9, 3 * i] for i in range(6)]
 
@@ -63,24 +63,11 @@ def log_probs(llm) -> torch.Tensor:
     [("float32", "plain", 2e-5), ("float32", "transposed", 2e-5), ("bfloat16", "transposed", 0.25)],
 )
 def test_rollout_follows_the_trainer(path, monkeypatch, tmp_path, dtype, layout, tolerance):
-    from vllm import LLM
-
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
     if layout == "transposed":
         transpose_after_loading(monkeypatch)
-    llm = LLM(
-        str(path),
-        dtype=dtype,
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=8,
-        num_gpu_blocks_override=64,
-        max_num_batched_tokens=256,
-        worker_extension_cls=EXTENSION,
-        max_logprobs=VOCAB,
-        enable_prefix_caching=False,
-    )
+    llm = make_llm(path, dtype=dtype, max_logprobs=VOCAB, enable_prefix_caching=False)
     model = hugging_face(path).to(getattr(torch, dtype))
 
     def error() -> float:

@@ -6,8 +6,7 @@ import random
 
 import pytest
 import torch
-
-EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
+from vllm_sync import make_llm
 
 
 def test_rms_norm_of_strided_views():
@@ -25,10 +24,7 @@ def test_rms_norm_of_strided_views():
 
 @pytest.fixture(scope="module")
 def llm(tiny):
-    from vllm import LLM
-
-    return LLM(str(tiny / "model"), dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=7,
-               num_gpu_blocks_override=128, max_num_batched_tokens=256, worker_extension_cls=EXTENSION)
+    return make_llm(tiny / "model", max_num_seqs=7, num_gpu_blocks_override=128)
 
 
 def worst_log_prob_error(llm, model, tokenizer) -> float:

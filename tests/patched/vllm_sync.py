@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from unittest import mock
 
 import torch
 
-EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
+
+def make_llm(path, **options):
+    """A small LLM in this process with verl's worker extension, float32 unless ``options`` say otherwise.
+
+    The extension ends its process with the parent: here pytest, whose parent may be a shell that is gone.
+    """
+    from vllm import LLM
+
+    with mock.patch("verl.workers.rollout.vllm_rollout.utils.set_death_signal"):
+        return LLM(
+            str(path),
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_batched_tokens=256,
+            worker_extension_cls="verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
+            **{"dtype": "float32", "num_gpu_blocks_override": 64, "max_num_seqs": 8} | options,
+        )
 
 
 def sync(llm, weights: dict[str, torch.Tensor]) -> None:
