@@ -7,3 +7,6 @@ export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-1}"  # the rollout decodes with g
 # while attention computes. (VLLM_ASCEND_ENABLE_FLASHCOMM and _DENSE_OPTIMIZE of older versions are this first one.)
 export VLLM_ASCEND_ENABLE_FLASHCOMM1="${VLLM_ASCEND_ENABLE_FLASHCOMM1:-1}"
 export VLLM_ASCEND_ENABLE_PREFETCH_MLP="${VLLM_ASCEND_ENABLE_PREFETCH_MLP:-1}"
+
+# 1: unfinished requests move between the vLLM servers of a rollout (docs/rollout_rebalance.md). Not yet run on NPUs.
+export ROLLOUT_REBALANCE_ENABLE="${ROLLOUT_REBALANCE_ENABLE:-0}"
