@@ -263,12 +263,17 @@ smoke() {
     ARGS+=("${sizes[@]}" "${device[@]}")
 }
 
-# smoke_data dense|moe DATA_DIR: the tiny model and its task, and for MoE its Megatron checkpoint.
+# smoke_data dense|moe DATA_DIR: the tiny model and its task, and for MoE its Megatron checkpoint. One run makes them.
 smoke_data() {
-    if [ "$1" = moe ]; then
-        python -m ascend_rl.tiny --out "$2" --moe --warm-start 0.85
-        [ -e "${2}_mcore" ] || python "$ROOT/converter_hf_to_mcore.py" --hf_model_path "$2/model" --output_path "${2}_mcore"
-    else
-        python -m ascend_rl.tiny --out "$2"
-    fi
+    mkdir -p "$(dirname "$2")"
+    (
+        flock 9
+        if [ "$1" = moe ]; then
+            python -m ascend_rl.tiny --out "$2" --moe --warm-start 0.85
+            [ -e "${2}_mcore" ] ||
+                python "$ROOT/converter_hf_to_mcore.py" --hf_model_path "$2/model" --output_path "${2}_mcore"
+        else
+            python -m ascend_rl.tiny --out "$2"
+        fi
+    ) 9>>"$2.lock"
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,13 +44,12 @@ def tiny(root) -> Path:
     return root / "data/tiny"
 
 
-@pytest.fixture
-def tree_without(root, tmp_path):
+@pytest.fixture(scope="session")
+def tree_without(root, tmp_path_factory):
     """A function that copies frameworks/NAME as patched, less the named patches, for use on PYTHONPATH."""
 
     def copy(framework: str, names: list[str]) -> Path:
-        source, destination = root / "frameworks" / framework, tmp_path / f"{framework}_variant"
-        destination.mkdir()
+        source, destination = root / "frameworks" / framework, tmp_path_factory.mktemp(framework)
         archive = subprocess.run(["git", "-C", source, "archive", "HEAD"], check=True, capture_output=True)
         subprocess.run(["tar", "x", "-C", destination], check=True, input=archive.stdout)
         for compiled in source.rglob("*.so"):
@@ -60,6 +60,28 @@ def tree_without(root, tmp_path):
         return destination
 
     return copy
+
+
+@pytest.fixture(scope="module")
+def two_at_a_time(request):
+    """A function (run, name, case) -> run(case), for tests whose parameter `name` is the case.
+
+    Its first call begins run(...) for the cases of all these tests, two at a time: for much of a real run
+    imports keep a single core busy. So `run` is the same function each time.
+    """
+    begun = {}
+    with ThreadPoolExecutor(2) as pool:
+
+        def result(run, name, case):
+            if not begun:
+                tests = [item for item in request.session.items
+                         if item.path == request.path and hasattr(item, "callspec")]
+                begun.update({test.callspec.params[name]: pool.submit(run, test.callspec.params[name])
+                              for test in tests if name in test.callspec.params})
+            return begun[case].result()
+
+        yield result
+        pool.shutdown(cancel_futures=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
-from pathlib import Path
 
 import pytest
-
-from ascend_rl.supervise import SharedMemory
-
-
-def environments() -> dict[int, bytes]:
-    """The environment of every process one may look at."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                found[int(entry.name)] = (entry / "environ").read_bytes()
-    return found
+from runs import nothing_left_of
 
 
 @pytest.fixture
 def nothing_left_behind(tmp_path):
-    """After the test: no process of its runs, and no shared memory or TMPDIR that nobody uses.
-
-    Other runs on this machine do not disturb.
-    """
-    shm, places = SharedMemory(), set(Path("/tmp").glob("ascend-rl-*"))
-    yield
-    alive = environments()
-    assert not [pid for pid, environment in alive.items() if f"OUTPUT_DIR={tmp_path}".encode() in environment]
-    assert not (set(os.listdir("/dev/shm")) - shm.seen) - shm.used_by(alive)
-    places = set(Path("/tmp").glob("ascend-rl-*")) - places
-    assert not [p for p in places if not any(str(p).encode() in text for text in alive.values())]
+    """After the test nothing is left of its runs."""
+    with nothing_left_of(tmp_path):
+        yield
 
 
 @pytest.fixture

@@ -8,30 +8,17 @@ import subprocess
 import sys
 
 import pytest
+from runs import finish, launch, training
 
 pytestmark = pytest.mark.timeout(900)
 
 
-def train(root, script: str, output, steps: int, **switches: str) -> list[dict]:
-    environment = os.environ | switches | {
-        "OUTPUT_DIR": str(output),
-        "NPUS_PER_NODE": "2",
-        "STEPS": str(steps),
-        "RUN_DEADLINE_S": "420",
-        "START_DEADLINE_S": "360",
-        "STALL_DEADLINE_S": "90",
-    }
-    run = subprocess.run(
-        ["bash", "ray_start_npu.sh", f"internal/{script}", "internal/cpu_megatron_env.sh"],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=440,
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
-    rows = [json.loads(line)["data"] for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "actor/pg_loss" in row]
+def train(script: str, output, steps: int, **switches) -> list[dict]:
+    process = launch(script, output, environment="cpu_megatron_env.sh", NPUS_PER_NODE=2, STEPS=steps,
+                     RUN_DEADLINE_S=420, START_DEADLINE_S=360, STALL_DEADLINE_S=90, **switches)
+    text = finish(process, output)
+    assert process.returncode == 0, text[-3000:]
+    return training(output)
 
 
 def test_gspo_and_grpo_learn_on_megatron_with_expert_parallelism(
@@ -39,11 +26,11 @@ def test_gspo_and_grpo_learn_on_megatron_with_expert_parallelism(
 ):
     """GSPO gets to its reward, its twin runs, and one plot compares the two."""
     gspo, grpo = tmp_path / "gspo", tmp_path / "grpo"
-    training = train(root, "train_gspo_qwen3_moe_tiny_cpu.sh", gspo, 80)
-    assert len(training) == 80
-    same_probabilities(training)  # 80 weight syncs from EP2
-    assert any(row["actor/pg_clipfrac"] > 0 for row in training)
-    twin = train(root, "train_grpo_qwen3_moe_tiny_cpu.sh", grpo, 20, ALL_TO_ALL_RESHARD="1")
+    steps = train("train_gspo_qwen3_moe_tiny_cpu.sh", gspo, 80)
+    assert len(steps) == 80
+    same_probabilities(steps)  # 80 weight syncs from EP2
+    assert any(row["actor/pg_clipfrac"] > 0 for row in steps)
+    twin = train("train_grpo_qwen3_moe_tiny_cpu.sh", grpo, 20, ALL_TO_ALL_RESHARD=1)
     assert len(twin) == 20
     same_probabilities(twin)  # experts by AllToAllV
 

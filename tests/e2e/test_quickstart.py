@@ -1,6 +1,6 @@
 """Real runs of the main job: Ray + vLLM + FSDP on CPU, started as a user starts them.
 
-Each takes a minute or two; they run one after another, each with a deadline, and must leave nothing behind.
+Each takes a minute or two, has a deadline, and must leave nothing behind.
 """
 
 from __future__ import annotations
@@ -12,43 +12,13 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from runs import finish, launch, metrics, named, training
 
-from ascend_rl.supervise import descendants as below
+from ascend_rl.supervise import descendants
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def descendants(pid: int) -> list[tuple[int, str]]:
-    return sorted(below(pid).items())
-
-
-def launch(
-    root, script: str, output: Path, *overrides: str, env: dict | None = None, **variables
-) -> subprocess.Popen:
-    """Start ray_start_npu.sh on a script of internal/, with overrides and variables; see `finish`."""
-    environment = os.environ | {"OUTPUT_DIR": str(output), "RUN_DEADLINE_S": "400", "STALL_DEADLINE_S": "60"}
-    environment |= {k: str(v) for k, v in variables.items()} | (env or {})
-    with output.with_suffix(".console").open("w") as console:
-        return subprocess.Popen(
-            ["bash", "ray_start_npu.sh", f"internal/{script}", "internal/cpu_env.sh", *overrides],
-            cwd=root,
-            env=environment,
-            stdout=console,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def finish(process: subprocess.Popen, output: Path, seconds: float = 500) -> str:
-    """Wait for the end and return what the user saw."""
-    process.wait(timeout=seconds)
-    return output.with_suffix(".console").read_text()
-
-
-def metrics(output: Path) -> list[dict]:
-    return [json.loads(line)["data"] for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabilities):
@@ -70,10 +40,10 @@ def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabil
     assert 0 < report["max_rollout_probs_diff"]
     assert (output / "report.png").stat().st_size > 10_000
     assert "held-out reward, greedy, after" in run.stdout and "40/40" in run.stderr
-    training = [row for row in metrics(output) if "actor/pg_loss" in row]
-    same_probabilities(training)
-    assert any(row["actor/pg_clipfrac"] > 0 for row in training)  # the second update of a step is off-policy
-    assert all(row["actor/gspo/seq_ratio/p05"] <= row["actor/gspo/seq_ratio/p95"] for row in training)
+    steps = training(output)
+    same_probabilities(steps)
+    assert any(row["actor/pg_clipfrac"] > 0 for row in steps)  # the second update of a step is off-policy
+    assert all(row["actor/gspo/seq_ratio/p05"] <= row["actor/gspo/seq_ratio/p95"] for row in steps)
     assert list((output / "tensorboard").glob("events*"))
 
 
@@ -82,74 +52,73 @@ def test_two_workers_share_one_step(root, tmp_path, nothing_left_behind, same_pr
     output, rollout = tmp_path / "run", "actor_rollout_ref.rollout"
     moving = [f"{rollout}.rollout_rebalance.check_interval_s=0.01", f"{rollout}.max_num_seqs=2",
               f"{rollout}.data_rebalance=True"]
-    process = launch(root, "train_grpo_qwen3_tiny_cpu.sh", output, "trainer.test_freq=-1", *moving,
+    process = launch("train_grpo_qwen3_tiny_cpu.sh", output, "trainer.test_freq=-1", *moving,
                      NPUS_PER_NODE=2, STEPS=12, ROLLOUT_REBALANCE_ENABLE=1)
     most: Counter = Counter()
     while process.poll() is None:
-        most |= Counter(name for _, name in descendants(process.pid))
+        most |= Counter(descendants(process.pid).values())
         time.sleep(1)
     text = finish(process, output)
     assert process.returncode == 0, text[-3000:]
     assert most["ray::WorkerDict"] == most["VLLM::EngineCor"] == 2
-    training = [row for row in metrics(output) if "actor/pg_loss" in row]
-    assert len(training) == 12
-    same_probabilities(training)
-    did = {what: sum(row[f"timing_s/rollout_rebalance/{what}"] for row in training)
+    steps = training(output)
+    assert len(steps) == 12
+    same_probabilities(steps)
+    did = {what: sum(row[f"timing_s/rollout_rebalance/{what}"] for row in steps)
            for what in ("moves", "moves_running", "failed", "unanswered")}
     assert did["moves"] > 0 == did["failed"] == did["unanswered"]
-    assert all(row["timing_s/data_rebalance/known_share"] == 0 for row in training)  # each prompt comes once
+    assert all(row["timing_s/data_rebalance/known_share"] == 0 for row in steps)  # each prompt comes once
 
 
 def test_dapo_fills_its_batches_with_varying_groups(root, tmp_path, nothing_left_behind, same_probabilities):
     """The DAPO recipe with the rollout's progress bar, which nobody sees unless it is asked for."""
     output = tmp_path / "run"
-    process = launch(root, "train_dapo_qwen3_tiny_cpu.sh", output, "actor_rollout_ref.rollout.use_tqdm=True",
+    process = launch("train_dapo_qwen3_tiny_cpu.sh", output, "actor_rollout_ref.rollout.use_tqdm=True",
                      "trainer.test_freq=14", STEPS=14)
     text = finish(process, output)
     assert process.returncode == 0, text[-3000:]
-    rows = metrics(output)
-    training = [row for row in rows if "actor/pg_loss" in row]
-    assert len(training) == 14
-    same_probabilities(training)
-    for row in training:
+    steps = training(output)
+    assert len(steps) == 14
+    same_probabilities(steps)
+    for row in steps:
         assert 0.25 - 0.5 / 4 <= row["critic/score/mean"] <= 0.75  # of 4, 1 to 3 are right; a penalty is 0.5
         assert row["dapo/num_gen_batches"] * 16 * row["dapo/kept_share"] == pytest.approx(
             16 + row["dapo/surplus_groups"])
         assert row["actor/grad_norm"] > 0
-    assert max(row["dapo/num_gen_batches"] for row in training) >= 2
+    assert max(row["dapo/num_gen_batches"] for row in steps) >= 2
     accuracy = "val-core/tiny/addition/acc/mean@1"
-    before, after = (row[accuracy] for row in rows if accuracy in row)
+    before, after = (row[accuracy] for row in metrics(output) if accuracy in row)
     assert after > before
     drawn = re.findall(r"rollout 14: (\d+) tokens/s, 0 running, 0 waiting, longest (\d+):", text)
     assert drawn and all(int(speed) > 0 and 0 < int(longest) <= 16 for speed, longest in drawn)
 
 
-@pytest.mark.parametrize("victim", ["VLLM::EngineCor", "ray::WorkerDict"])
-def test_a_dead_process_ends_the_run_with_a_clear_error(root, tmp_path, nothing_left_behind, victim):
-    output = tmp_path / "run"
-    process = launch(
-        root, "train_gspo_qwen3_tiny_cpu.sh", output, "trainer.val_before_train=False", STEPS=5000
-    )
-    log = output / "train.log"
-    deadline = time.monotonic() + 300
-    while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").stat().st_size:
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.5)
-    killed = [entry for entry in descendants(process.pid) if entry[1].startswith(victim)]
-    assert killed, descendants(process.pid)
-    os.kill(killed[0][0], signal.SIGKILL)
-    at = time.monotonic()
-    text = finish(process, output, 120)
-    assert process.returncode not in (0, None)
-    assert "ERROR:" in text and str(log) in text
-    assert time.monotonic() - at < 60
+def test_a_dead_process_ends_the_run_with_a_clear_error(root, tmp_path, nothing_left_behind):
+    """Two runs at once, each with its victim: neither brings the other down."""
+    runs = {}
+    for victim in ("VLLM::EngineCor", "ray::WorkerDict"):
+        output = tmp_path / victim.split(":")[-1]
+        runs[victim] = output, launch("train_gspo_qwen3_tiny_cpu.sh", output,
+                                      "trainer.val_before_train=False", STEPS=5000)
+    deadline = time.monotonic() + 400
+    for victim, (output, process) in runs.items():
+        log = output / "train.log"
+        while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").stat().st_size:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.5)
+        os.kill(named(process, victim)[0], signal.SIGKILL)
+        at = time.monotonic()
+        text = finish(process, output, 120)
+        assert process.returncode not in (0, None)
+        assert "ERROR:" in text and str(log) in text
+        assert time.monotonic() - at < 60
 
 
 def test_ctrl_c_stops_everything(root, tmp_path, nothing_left_behind):
     output = tmp_path / "run"
-    process = launch(root, "train_gspo_qwen3_tiny_cpu.sh", output, STEPS=5000)
+    process = launch("train_gspo_qwen3_tiny_cpu.sh", output, STEPS=5000)
     deadline = time.monotonic() + 300
-    while not any(name.startswith("ray::WorkerDict") for _, name in descendants(process.pid)):
+    while not named(process, "ray::WorkerDict"):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.5)
     process.send_signal(signal.SIGINT)
@@ -169,11 +138,12 @@ def test_switched_off_the_patches_change_nothing(root, tmp_path, tree_without, n
              "actor_rollout_ref.rollout.max_num_seqs=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1",
              "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", "actor_rollout_ref.actor.ppo_epochs=2",
              "trainer.val_before_train=False", "trainer.test_freq=-1"]
+    # The preflight would refuse a verl that is not the lock's.
+    trees = {"patched": {}, "stock": {"PYTHONPATH": str(variant), "SKIP_PREFLIGHT": "1"}}
+    runs = {name: launch("train_grpo_qwen3_tiny_cpu.sh", tmp_path / name, *stock, STEPS=3, **variables)
+            for name, variables in trees.items()}
     losses = {}
-    for name, path in (("patched", ""), ("stock", str(variant))):
-        # The preflight would refuse a verl that is not the lock's.
-        process = launch(root, "train_grpo_qwen3_tiny_cpu.sh", tmp_path / name, *stock, STEPS=3,
-                         env={"PYTHONPATH": path, "SKIP_PREFLIGHT": "1"} if path else None)
+    for name, process in runs.items():
         text = finish(process, tmp_path / name)
         assert process.returncode == 0, text[-3000:]
         keys = (

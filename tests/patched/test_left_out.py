@@ -13,17 +13,28 @@ import pytest
 PATCHES = sorted((Path(__file__).resolve().parents[2] / "patches").glob("*/*.patch"))
 
 
-@pytest.mark.timeout(300)
+@pytest.fixture(scope="module")
+def without(root, tree_without):
+    """A function that runs the tests of a patch on a tree that lacks it."""
+
+    def run(patch: Path) -> subprocess.CompletedProcess:
+        tests = re.search(r"^Test: (.+)$", patch.read_text(), re.M).group(1).split()
+        variant = tree_without(patch.parent.name, [patch.stem.split("-")[-1]])
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+            cwd=root, env=os.environ | {"PYTHONPATH": str(variant)},
+            capture_output=True, text=True, timeout=300,
+        )
+
+    return run
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_its_test_fails_without_it(patch, root, tree_without):
+def test_its_test_fails_without_it(patch, root, without, two_at_a_time):
     if not (root / "frameworks" / patch.parent.name).is_dir():
         pytest.skip(f"no {patch.parent.name} checkout")
-    tests = re.search(r"^Test: (.+)$", patch.read_text(), re.M).group(1).split()
-    variant = tree_without(patch.parent.name, [patch.stem.split("-")[-1]])
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
-        cwd=root, env=os.environ | {"PYTHONPATH": str(variant)}, capture_output=True, text=True, timeout=240,
-    )
+    run = two_at_a_time(without, "patch", patch)
     assert run.returncode == 1, (
         f"expected failing tests, got status {run.returncode}:\n{run.stdout[-3000:]}{run.stderr[-1000:]}"
     )

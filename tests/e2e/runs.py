@@ -1,0 +1,90 @@
+"""Start a run as a user starts one, and see what it wrote and what it left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from ascend_rl.supervise import SharedMemory, descendants
+
+ROOT = Path(__file__).resolve().parents[2]
+_starting = threading.Lock()
+
+
+def launch(
+    script: str, output: Path, *overrides: str, environment: str = "cpu_env.sh", **variables
+) -> subprocess.Popen:
+    """Start ray_start_npu.sh on a script of internal/, and return once Ray is up; see `finish`.
+
+    Runs may go on at the same time, but start one by one: Ray gives up when its start takes 30 s.
+    """
+    limits = {"OUTPUT_DIR": output, "RUN_DEADLINE_S": 400, "STALL_DEADLINE_S": 60}
+    with _starting, console(output).open("w") as file:
+        process = subprocess.Popen(
+            ["bash", "ray_start_npu.sh", f"internal/{script}", f"internal/{environment}", *overrides],
+            cwd=ROOT,
+            env=os.environ | {name: str(value) for name, value in (limits | variables).items()},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        while process.poll() is None and not named(process, "ray::"):
+            time.sleep(0.5)
+    return process
+
+
+def console(output: Path) -> Path:
+    return output.with_suffix(".console")
+
+
+def named(process: subprocess.Popen, name: str) -> list[int]:
+    """The pids below a process whose names begin with `name`."""
+    return [pid for pid, its_name in descendants(process.pid).items() if its_name.startswith(name)]
+
+
+def finish(process: subprocess.Popen, output: Path, seconds: float = 500) -> str:
+    """Wait for the end and return what the user saw."""
+    process.wait(timeout=seconds)
+    return console(output).read_text()
+
+
+def metrics(output: Path) -> list[dict]:
+    return [json.loads(line)["data"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def training(output: Path) -> list[dict]:
+    """The metrics of the training steps."""
+    return [row for row in metrics(output) if "actor/pg_loss" in row]
+
+
+def environments() -> dict[int, bytes]:
+    """The environment of every process one may look at."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                found[int(entry.name)] = (entry / "environ").read_bytes()
+    return found
+
+
+@contextlib.contextmanager
+def nothing_left_of(outputs: Path):
+    """Runs inside, whose OUTPUT_DIR is below `outputs`, end, and with them their shared memory and TMPDIR.
+
+    Other runs on this machine do not disturb.
+    """
+    shm, places = SharedMemory(), set(Path("/tmp").glob("ascend-rl-*"))
+    yield
+    blocks = set(os.listdir("/dev/shm")) - shm.seen
+    places = set(Path("/tmp").glob("ascend-rl-*")) - places
+    alive = environments()
+    assert not [pid for pid, environment in alive.items() if f"OUTPUT_DIR={outputs}".encode() in environment]
+    blocks -= shm.used_by(alive)
+    places = [p for p in places if not any(str(p).encode() in text for text in alive.values())]
+    # A run beside this one may have ended meanwhile.
+    assert not [block for block in blocks if (Path("/dev/shm") / block).exists()]
+    assert not [place for place in places if place.exists()]
