@@ -45,6 +45,17 @@ def tiny(root) -> Path:
 
 
 @pytest.fixture(scope="session")
+def npu_ground(root):
+    """A process with vllm-ascend's runner on the CPU, see tests/patched/npu_ground.py."""
+    if not (root / "frameworks/vllm_ascend").is_dir():
+        pytest.skip("no vllm_ascend checkout")
+    from npu_ground import Ground
+
+    with Ground() as ground:
+        yield ground
+
+
+@pytest.fixture(scope="session")
 def tree_without(root, tmp_path_factory):
     """A function that copies frameworks/NAME as patched, less the named patches, for use on PYTHONPATH."""
 

@@ -1,0 +1,2 @@
+def memcpy(*args):
+    raise NotImplementedError("sleep mode needs the memory of a device")

@@ -1,0 +1,186 @@
+"""The kernels that vllm-ascend's runner calls for Qwen3 and Qwen3-MoE, in plain torch.
+
+Their calls are counted in ``kernels.calls`` with those of MindSpeed's kernels, some of which they are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import kernels
+from .kernels import counted
+
+KERNELS = {"npu": {}, "atb": {}, "_C_ascend": {}}  # namespace -> operator -> kernel
+
+
+def kernel(namespace: str):
+    def register(function):
+        KERNELS[namespace][function.__name__] = counted(function)
+        return function
+
+    return register
+
+
+for _function in (kernels.npu_rms_norm, kernels.npu_swiglu, kernels.npu_grouped_matmul):
+    KERNELS["npu"][_function.__name__] = _function
+
+
+@kernel("npu")
+def npu_add_rms_norm(x1, x2, gamma, epsilon=1e-6):
+    x = x1 + x2
+    y, inverse = kernels.npu_rms_norm.__wrapped__(x, gamma, epsilon)  # one call, not two
+    return y, inverse, x
+
+
+@kernel("npu")
+def npu_format_cast(self, acl_format, customize_dtype=None):
+    return self.clone()
+
+
+def rotated(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@kernel("npu")
+def npu_apply_rotary_pos_emb(query, key, cos, sin, layout="BSH", rotary_mode="half"):
+    """In place, as the device does it."""
+    assert rotary_mode == "half"
+    return query.copy_(rotated(query, cos, sin)), key.copy_(rotated(key, cos, sin))
+
+
+@kernel("atb")
+def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style):
+    assert is_neox_style
+    halves = cos_sin_cache.index_select(0, positions.flatten()).chunk(2, -1)
+    cos, sin = (torch.cat((half, half), -1).unsqueeze(1) for half in halves)
+    for x in (query, key):
+        heads = x.view(len(x), -1, head_size)
+        heads.copy_(rotated(heads, cos, sin))
+
+
+@kernel("atb")
+def _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
+    slots = slot_indices.long()
+    held = slots >= 0
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        cache.flatten(0, 1)[slots[held]] = new[held]
+
+
+@kernel("atb")
+def _npu_matmul_add_fp32(x, weight, C):
+    C.add_(x.float().T @ weight.float())
+
+
+def attention(query, key, value, scale, causal):
+    """query: [t, heads, channels]; key, value: [s, groups, channels]; causal: queries are the last keys."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = torch.einsum("qhc,khc->hqk", query.float(), key.float()) * scale
+    if causal:
+        hidden = torch.ones(len(query), len(key), dtype=torch.bool).triu(1 + len(key) - len(query))
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.einsum("hqk,khc->qhc", scores.softmax(-1), value.float()).to(query.dtype)
+
+
+def pages(cache, blocks, length, groups):
+    """The first ``length`` entries of a sequence: [length, groups, channels]."""
+    count = -(-length // cache.shape[1])
+    return cache[blocks[:count].long()].reshape(count * cache.shape[1], groups, -1)[:length]
+
+
+@kernel("npu")
+def npu_fused_infer_attention_score(
+    query,
+    key,
+    value,
+    *,
+    atten_mask=None,
+    actual_seq_lengths=None,
+    actual_seq_lengths_kv=None,
+    block_table=None,
+    num_heads=1,
+    num_key_value_heads=0,
+    scale=1.0,
+    input_layout="BSH",
+    sparse_mode=0,
+    block_size=0,
+):
+    """Layout TND. As the device demands, the cumulative query lengths end at the number of rows; lengths of
+    keys are cumulative too unless a block table says where they are."""
+    assert input_layout == "TND" and sparse_mode in (0, 3) and query.shape[1] == num_heads
+    ends, lengths = list(actual_seq_lengths), list(actual_seq_lengths_kv)
+    assert ends[-1] == len(query), f"query lengths end at {ends[-1]}, rows {len(query)}"
+    assert len(ends) == len(lengths), f"{len(ends)} query lengths, {len(lengths)} lengths of keys"
+    assert sparse_mode == 0 or atten_mask is not None
+    output = torch.zeros_like(query)
+    begin = begin_kv = 0
+    for row, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+        if block_table is None:
+            keys, values = key[begin_kv:length], value[begin_kv:length]
+            begin_kv = length
+        else:
+            blocks = block_table[row]
+            keys, values = (pages(cache, blocks, length, num_key_value_heads) for cache in (key, value))
+        if end > begin and len(keys):
+            output[begin:end] = attention(query[begin:end], keys, values, scale, causal=sparse_mode == 3)
+        begin = end
+    return output, query.new_zeros(0)
+
+
+@kernel("atb")
+def _npu_paged_attention(
+    query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, out,
+    workspace=None,
+):  # fmt: skip
+    for row, length in enumerate(context_lens.tolist()[: len(query)]):
+        blocks = block_table[row]
+        keys, values = (pages(cache, blocks, length, num_kv_heads) for cache in (key_cache, value_cache))
+        one = attention(query[row : row + 1], keys, values, scale_value, causal=False)
+        out[row : row + 1] = one.view_as(out[row : row + 1])
+
+
+@kernel("_C_ascend")
+def moe_gating_top_k(
+    x, k, k_group, group_count, group_select_mode, renorm, norm_type, out_flag, routed_scaling_factor, eps,
+    bias_opt=None,
+):  # fmt: skip
+    assert k_group == group_count == 1 and bias_opt is None and norm_type == 0
+    scores = x.float().softmax(-1)
+    weights, experts = scores.topk(k, -1)
+    if renorm:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    return (weights * routed_scaling_factor).to(x.dtype), experts.to(torch.int32), scores
+
+
+@kernel("_C_ascend")
+def npu_moe_init_routing_custom(
+    x,
+    expert_idx,
+    *,
+    active_num=-1,
+    expert_num=-1,
+    drop_pad_mode=0,
+    expert_tokens_num_type=0,
+    expert_tokens_num_flag=False,
+    quant_mode=0,
+    active_expert_range=(),
+    row_idx_type=0,
+):
+    """Rows by expert, those of other ranks' experts last; where each went; how many each expert has."""
+    assert quant_mode == -1 and expert_tokens_num_type == 1 and row_idx_type == 0 and drop_pad_mode == 0
+    experts, (low, high) = expert_idx.flatten().long(), active_expert_range
+    sorted_by = torch.where((experts >= low) & (experts < high), experts, expert_num)
+    order = sorted_by.argsort(stable=True)
+    counts = torch.bincount(sorted_by, minlength=expert_num + 1)[low:high]
+    return x[order // expert_idx.shape[1]], order.argsort().to(torch.int32), counts, x.new_zeros(0)
+
+
+@kernel("npu")
+def npu_moe_token_unpermute(
+    permuted_tokens, sorted_indices, probs=None, padded_mode=False, restore_shape=None
+):  # fmt: skip
+    rows = permuted_tokens[sorted_indices.abs().long()]
+    if probs is None:
+        return rows
+    return (rows.view(*probs.shape, -1) * probs.unsqueeze(-1).to(rows.dtype)).sum(1)
