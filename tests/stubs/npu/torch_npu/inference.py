@@ -86,7 +86,8 @@ def attention(query, key, value, scale, causal):
 def pages(cache, blocks, length, groups):
     """The first ``length`` entries of a sequence: [length, groups, channels]."""
     count = -(-length // cache.shape[1])
-    return cache[blocks[:count].long()].reshape(count * cache.shape[1], groups, -1)[:length]
+    channels = cache[0, 0].numel() // groups
+    return cache[blocks[:count].long()].reshape(count * cache.shape[1], groups, channels)[:length]
 
 
 @kernel("npu")
