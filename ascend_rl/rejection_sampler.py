@@ -1,0 +1,126 @@
+"""Which drafted tokens a target model keeps, and what it says instead of the first one it does not.
+
+Speculative decoding is lossless if the emitted tokens have the target's distribution whatever was drafted
+(Leviathan et al., arXiv 2211.17192). Draft token ``x`` with draft probability q(x) (1 for a drafter without
+probabilities, such as n-grams or a suffix automaton) is kept when a uniform number is below p(x) / q(x), each
+token with a number of its own. The first one that is not kept is replaced by a sample of max(p - q, 0),
+normalised; when all are kept, the bonus token follows. A greedy row keeps what equals the argmax of p, and puts
+the argmax in place of the first that does not.
+
+Everything is a pure function of tensors on one device: no loop over requests or tokens, no wait for the device.
+The replacement is drawn for one token a request, not for each drafted one.
+
+Invariants: each row emits 1 to n + 1 tokens, padded with -1; greedy output equals decoding without drafts;
+sampled output has the target's distribution. Cost: O(B V), for B requests and V tokens in the vocabulary;
+O(T V) for T drafted tokens where a row is greedy.
+"""
+
+from __future__ import annotations
+
+import torch
+
+PLACEHOLDER = -1
+
+
+def rejection_sample(
+    draft_ids: torch.Tensor,
+    draft_lengths: torch.Tensor,
+    target_probs: torch.Tensor,
+    bonus_ids: torch.Tensor,
+    *,
+    max_draft_tokens: int,
+    greedy: torch.Tensor | bool = False,
+    uniform: torch.Tensor | None = None,
+    exponential: torch.Tensor | None = None,
+    draft_probs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The tokens that each request emits.
+
+    Args:
+        draft_ids: [T] int, the drafts of all requests one after the other; T >= 1.
+        draft_lengths: [B] int, how many of them each request has; 0 is allowed.
+        target_probs: [T, V] float, the target's distribution at each drafted position, after temperature,
+            top-k and top-p.
+        bonus_ids: [B] or [B, 1] int, the token to emit after a draft that was kept whole.
+        max_draft_tokens: the largest draft length S (given, so that nothing has to wait for the device).
+        greedy: [B] bool, or one value for all.
+        uniform: [T] float in [0, 1); may be missing when all rows are greedy.
+        exponential: [B, V] float, Exp(1), used for the replacement; may be missing when all rows are greedy.
+        draft_probs: [T, V] float, what each draft was sampled from; None if it was chosen outright.
+
+    Returns:
+        [B, S + 1] int32, each row followed by -1.
+
+    >>> probs = torch.tensor([[0.1, 0.9], [0.8, 0.2]])
+    >>> rejection_sample(torch.tensor([1, 1]), torch.tensor([2, 0]), probs, torch.tensor([1, 0]),
+    ...                  max_draft_tokens=2, greedy=True)
+    tensor([[ 1,  0, -1],
+            [ 0, -1, -1]], dtype=torch.int32)
+    """
+    device, tokens, requests = target_probs.device, len(draft_ids), len(draft_lengths)
+    draft_ids, lengths = draft_ids.long(), draft_lengths.long()
+    starts = lengths.cumsum(0) - lengths
+    row = torch.repeat_interleave(torch.arange(requests, device=device), lengths, output_size=tokens)
+    column = torch.arange(tokens, device=device) - starts[row]
+
+    all_random, all_greedy = greedy is False, greedy is True
+    if not all_random:
+        argmax = target_probs.argmax(-1)
+        kept = draft_ids == argmax
+    if not all_greedy:
+        ratio = target_probs.gather(1, draft_ids[:, None])[:, 0]
+        if draft_probs is not None:
+            ratio = ratio / draft_probs.gather(1, draft_ids[:, None])[:, 0]
+        kept = uniform < ratio if all_random else torch.where(greedy[row], kept, uniform < ratio)
+
+    drafts = torch.full((requests, max_draft_tokens + 1), PLACEHOLDER, dtype=torch.int64, device=device)
+    drafts[row, column] = draft_ids
+    keeps = torch.zeros(requests, max_draft_tokens, dtype=torch.int64, device=device)
+    keeps[row, column] = kept.long()
+    accepted = keeps.cumprod(1).sum(1)
+
+    # The one token after the kept ones: the bonus, or a replacement of the draft at `first` [B].
+    first = (starts + accepted).clamp(max=tokens - 1)
+    if all_greedy:
+        replacement = argmax[first]
+    else:
+        rest = target_probs[first]
+        if draft_probs is None:
+            rest = rest.scatter(1, draft_ids[first, None], 0)
+        else:
+            rest = (rest - draft_probs[first]).clamp(min=0)
+        replacement = (rest / exponential).argmax(-1)
+        if not all_random:
+            replacement = torch.where(greedy, argmax[first], replacement)
+    last = torch.where(accepted == lengths, bonus_ids.reshape(-1).long(), replacement)
+
+    position = torch.arange(max_draft_tokens + 1, device=device)
+    emitted = torch.where(position < accepted[:, None], drafts, PLACEHOLDER)
+    return torch.where(position == accepted[:, None], last[:, None], emitted).to(torch.int32)
+
+
+def draw(
+    draft_lengths: list[int], vocabulary: int, generators: dict[int, torch.Generator], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The random numbers of one call: ``uniform`` [T] float64 and ``exponential`` [B, vocabulary] float32.
+
+    A request with a generator of its own, ``{row: generator}``, draws from that, and only if it has a draft.
+    Exponential numbers are positive: a zero would turn an impossible token into 0 / 0.
+    """
+    uniform = torch.rand(sum(draft_lengths), dtype=torch.float64, device=device)
+    exponential = torch.empty(len(draft_lengths), vocabulary, device=device).exponential_()
+    for row, generator in generators.items():
+        if draft_lengths[row]:
+            start = sum(draft_lengths[:row])
+            uniform[start : start + draft_lengths[row]].uniform_(generator=generator)
+            exponential[row].exponential_(generator=generator)
+    return uniform, exponential.clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def expand(values: torch.Tensor, lengths: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Each request's value once for each of its tokens: [B] to [tokens].
+
+    >>> expand(torch.tensor([7, 8, 9]), torch.tensor([2, 0, 1]), 3)
+    tensor([7, 7, 9])
+    """
+    return torch.repeat_interleave(values, lengths, output_size=tokens)
