@@ -4,11 +4,11 @@ Speculative decoding is lossless if the emitted tokens have the target's distrib
 (Leviathan et al., arXiv 2211.17192). Draft token ``x`` with draft probability q(x) (1 for a drafter without
 probabilities, such as n-grams or a suffix automaton) is kept when a uniform number is below p(x) / q(x), each
 token with a number of its own. The first one that is not kept is replaced by a sample of max(p - q, 0),
-normalised; when all are kept, the bonus token follows. A greedy row keeps what equals the argmax of p, and puts
-the argmax in place of the first that does not.
+normalised; when all are kept, the bonus token follows. A greedy row keeps what equals the argmax of p, and
+puts the argmax in place of the first that does not.
 
-Everything is a pure function of tensors on one device: no loop over requests or tokens, no wait for the device.
-The replacement is drawn for one token a request, not for each drafted one.
+Everything is a pure function of tensors on one device: no loop over requests or tokens, no wait for the
+device. The replacement is drawn for one token a request, not for each drafted one.
 
 Invariants: each row emits 1 to n + 1 tokens, padded with -1; greedy output equals decoding without drafts;
 sampled output has the target's distribution. Cost: O(B V), for B requests and V tokens in the vocabulary;
@@ -117,10 +117,48 @@ def draw(
     return uniform, exponential.clamp_(min=torch.finfo(torch.float32).tiny)
 
 
-def expand(values: torch.Tensor, lengths: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Each request's value once for each of its tokens: [B] to [tokens].
+def lengths_of(cumulative: torch.Tensor) -> torch.Tensor:
+    """Cumulative lengths to lengths, [B] both."""
+    return cumulative.diff(prepend=cumulative.new_zeros(1))
 
-    >>> expand(torch.tensor([7, 8, 9]), torch.tensor([2, 0, 1]), 3)
-    tensor([7, 7, 9])
+
+def expand(
+    values: torch.Tensor, cumulative: torch.Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> torch.Tensor:
+    """``expand_batch_to_tokens`` of vLLM 0.13: a request's value [B] once for each of its tokens, [tokens].
+
+    >>> expand(torch.tensor([7, 8, 9]), torch.tensor([2, 2, 3]), 3, replace_from=9, replace_to=1)
+    tensor([7, 7, 1])
     """
-    return torch.repeat_interleave(values, lengths, output_size=tokens)
+    values = torch.where(values == replace_from, replace_to, values)
+    return torch.repeat_interleave(values, lengths_of(cumulative), output_size=tokens)
+
+
+def vllm_rejection_sample(
+    draft_token_ids: torch.Tensor,
+    num_draft_tokens: list[int],
+    max_spec_len: int,
+    cu_num_draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
+    bonus_token_ids: torch.Tensor,
+    sampling_metadata,
+) -> torch.Tensor:
+    """``rejection_sample`` of vLLM 0.13: same arguments (its SamplingMetadata), same result, no Triton."""
+    numbers, greedy = {}, True
+    if not sampling_metadata.all_greedy:
+        greedy = False if sampling_metadata.all_random else sampling_metadata.temperature == 0
+        drawn = draw(
+            num_draft_tokens, target_probs.shape[1], sampling_metadata.generators, target_probs.device
+        )
+        numbers = dict(zip(("uniform", "exponential"), drawn, strict=True))
+    return rejection_sample(
+        draft_token_ids,
+        lengths_of(cu_num_draft_tokens),
+        target_probs,
+        bonus_token_ids,
+        max_draft_tokens=max_spec_len,
+        greedy=greedy,
+        draft_probs=draft_probs,
+        **numbers,
+    )

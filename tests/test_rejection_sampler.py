@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from ascend_rl.rejection_sampler import draw, expand, rejection_sample
+from ascend_rl.rejection_sampler import draw, expand, rejection_sample, vllm_rejection_sample
 
 VOCABULARY = 4
 
@@ -126,4 +127,20 @@ def test_a_request_with_a_generator_draws_the_same_in_any_batch():
 
 
 def test_expand():
-    assert expand(torch.tensor([7.0, 8, 9]), torch.tensor([2, 0, 1]), 3).tolist() == [7, 7, 9]
+    values, cumulative = torch.tensor([0.0, 8, 9]), torch.tensor([2, 2, 3])
+    assert expand(values, cumulative, 3, replace_from=0, replace_to=1).tolist() == [1, 1, 9]
+
+
+@pytest.mark.parametrize("temperatures", [[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+def test_with_the_arguments_of_vllm(temperatures):
+    """Certain distributions: greedy or sampled, the target decides."""
+    metadata = SimpleNamespace(
+        all_greedy=not any(temperatures), all_random=all(temperatures), generators={},
+        temperature=None if not any(temperatures) else torch.tensor(temperatures),
+    )
+    target = torch.eye(VOCABULARY)[[1, 2, 3]]
+    emitted = vllm_rejection_sample(
+        torch.tensor([1, 0, 3], dtype=torch.int32), [2, 1], 2, torch.tensor([2, 3], dtype=torch.int32), None,
+        target, torch.tensor([[0], [0]], dtype=torch.int32), metadata,
+    )
+    assert emitted.tolist() == [[1, 2, -1], [3, 0, -1]]
