@@ -123,9 +123,9 @@ def lengths_of(cumulative: torch.Tensor) -> torch.Tensor:
 
 
 def expand(
-    values: torch.Tensor, cumulative: torch.Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0
+    values: torch.Tensor, cumulative: torch.Tensor, tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """``expand_batch_to_tokens`` of vLLM 0.13: a request's value [B] once for each of its tokens, [tokens].
+    """``expand_batch_to_tokens`` of vLLM 0.13: each request's value [B] for each of its tokens, [tokens].
 
     >>> expand(torch.tensor([7, 8, 9]), torch.tensor([2, 2, 3]), 3, replace_from=9, replace_to=1)
     tensor([7, 7, 1])
