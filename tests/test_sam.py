@@ -1,0 +1,280 @@
+"""The suffix automaton against all substrings of the texts, and what a drafter promises."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ascend_rl import sam
+from ascend_rl.sam import SamDrafter
+
+SMALL = 24 << 20
+
+
+def texts_of(prompt, outputs):
+    return [tuple(prompt + output) for output in outputs]
+
+
+def feed(drafter, prompt, outputs, order=None, step=1):
+    """Requests "0", "1", ... grow by ``step`` tokens in turns. Returns (request, length, draft) of calls."""
+    seen, calls = [0] * len(outputs), []
+    turns = list(order or []) + [i for i, o in enumerate(outputs) for _ in range(len(o) + 1)]
+    for i in turns:
+        seen[i] = min(seen[i] + step, len(outputs[i]))
+        tokens = np.array(prompt + outputs[i][: seen[i]], dtype=np.int64)
+        calls.append((i, len(tokens), drafter.propose(str(i), tokens, len(prompt)).tolist()))
+    return calls
+
+
+def substrings(texts):
+    return {t[a:b] for t in texts for a in range(len(t)) for b in range(a + 1, len(t) + 1)}
+
+
+def walk(memory, group, tokens):
+    state = memory[group + sam.ROOT]
+    for token in tokens:
+        state = sam._next(memory, state, token)
+        if state == 0:
+            return 0
+    return state
+
+
+def check_automaton(drafter, texts):
+    """States are the sets of prefixes that the same substrings end, and their links and edges are right."""
+    memory, (group,) = drafter._memory, drafter._groups.values()
+    prefixes = {t[:n] for t in texts for n in range(len(t) + 1)}
+    ends = {x: frozenset(p for p in prefixes if p[len(p) - len(x) :] == x) for x in substrings(texts) | {()}}
+    states = {x: walk(memory, group, x) for x in ends}
+    assert all(states.values())
+    assert (
+        len(set(states.values()))
+        == len(set(ends.values()))
+        == len(set(zip(states.values(), ends.values(), strict=True)))
+    )
+    longest = {}
+    for x, state in states.items():
+        longest[state] = max(longest.get(state, ()), x, key=len)
+    tokens = {t for text in texts for t in text} | {99}
+    for state, x in longest.items():
+        assert memory[state + sam.LENGTH] == len(x)
+        shorter = next((x[i:] for i in range(1, len(x) + 1) if ends[x[i:]] != ends[x]), None)
+        assert memory[state + sam.LINK] == (0 if shorter is None else states[shorter])
+        for token in tokens:
+            assert sam._next(memory, state, token) == states.get((*x, token), 0)
+
+
+def follows(texts, context, draft):
+    """Whether a suffix and the draft are in the texts, or each drafted token and the 2 before it are."""
+    known = substrings(texts)
+    if any((*context[-n:], *draft) in known for n in range(1, len(context) + 1)):
+        return True
+    whole = (*context, *draft)
+    return all(whole[i - 2 : i + 1] in known for i in range(len(context), len(whole)))
+
+
+SMALL_TEXTS = dict(
+    prompt=st.lists(st.integers(0, 2), min_size=1, max_size=5),
+    outputs=st.lists(st.lists(st.integers(0, 2), max_size=9), min_size=1, max_size=3),
+    order=st.lists(st.integers(0, 100), max_size=20),
+    step=st.integers(1, 4),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(**SMALL_TEXTS)
+def test_interleaved_texts_give_the_automaton_of_all_substrings_and_real_continuations(
+    prompt, outputs, order, step
+):
+    drafter = SamDrafter(4, max_bytes=SMALL)
+    calls = feed(drafter, prompt, outputs, [i % len(outputs) for i in order], step)
+    texts = texts_of(prompt, outputs)
+    check_automaton(drafter, texts)
+    for i, length, draft in calls:
+        assert len(draft) <= 4
+        assert not draft or follows(texts, texts[i][:length], draft)
+    for i, text in enumerate(texts):
+        assert drafter._memory[drafter._texts[str(i)] + sam.AT] == walk(
+            drafter._memory, *drafter._groups.values(), text
+        )
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=300), st.data())
+def test_catching_up_is_the_same_as_token_by_token(tokens, data):
+    steady, late = SamDrafter(3, max_bytes=SMALL), SamDrafter(3, max_bytes=SMALL)
+    tokens = np.array(tokens)
+    for n in range(1, len(tokens) + 1):
+        last = steady.propose("r", tokens[:n], 1)
+    off = data.draw(st.integers(1, len(tokens)))
+    late.propose("r", tokens[:off], 1)
+    assert late.propose("r", tokens, 1).tolist() == last.tolist()
+    assert np.array_equal(steady._memory, late._memory) and np.array_equal(steady._odds, late._odds)
+
+
+def settle(drafter, request, tokens, prompt_tokens, calls=200):
+    """Call until all tokens are taken in. Returns the number of calls it took."""
+    for call in range(calls):
+        drafter.propose(request, tokens, prompt_tokens)
+        if drafter._memory[drafter._texts[request] + sam.SEEN] == len(tokens):
+            return call + 1
+    raise AssertionError("never taken in")
+
+
+def test_leaving_a_long_loop_takes_several_calls_but_gives_the_same_automaton():
+    length = 12_000
+    tokens = np.array([5] * length + [6] + [5] * length + [7])
+    drafter = SamDrafter(4, max_bytes=SMALL)
+    settle(drafter, "a", tokens[:length], 1)
+    state = drafter._memory[drafter._texts["a"] + sam.AT]
+    assert drafter.propose("a", tokens[: length + 1], 1).tolist() == []
+    # A sibling that comes in the middle of it ends it first.
+    settle(drafter, "b", tokens[:2], 1)
+    assert drafter._memory[drafter._texts["a"] + sam.SEEN] == length + 1
+    settle(drafter, "a", tokens, 1)
+    (group,) = drafter._groups.values()
+    for n in (1, 2, 5_000, length):
+        state = walk(drafter._memory, group, [5] * n)
+        assert drafter._memory[state + sam.LENGTH] == n
+        assert {t for t in range(4, 9) if sam._next(drafter._memory, state, t)} == (
+            {5, 6, 7} if n < length else {6, 7}
+        )
+        assert drafter._memory[walk(drafter._memory, group, [5] * n + [7]) + sam.LENGTH] == 2 * length + 2
+    assert walk(drafter._memory, group, [6, 5, 6]) == 0
+
+
+def test_a_state_keeps_any_number_of_continuations():
+    rng = np.random.default_rng(0)
+    others = rng.permutation(150_000)[:40_000] + 1
+    others[:2_000] = np.arange(2_000) << 15  # low bits that are all alike
+    tokens = np.zeros(2 * len(others), dtype=np.int32)
+    tokens[1::2] = others
+    drafter = SamDrafter(2, max_bytes=SMALL)
+    settle(drafter, "a", tokens, 1)
+    (group,) = drafter._groups.values()
+    zero = walk(drafter._memory, group, [0])
+    known = set(others.tolist())
+    assert all((sam._next(drafter._memory, zero, t) != 0) == (t in known) for t in range(0, 200_000, 7))
+    assert all(sam._next(drafter._memory, zero, t) for t in others.tolist())
+    # The one before the last 0 makes two states of all those that 0 led to.
+    settle(drafter, "a", np.append(tokens, [0, 200_001, 0, 0]), 1)
+    states = [walk(drafter._memory, group, suffix) for suffix in ([0], [200_001, 0])]
+    assert states[0] != states[1]
+    assert all(sam._next(drafter._memory, states[0], t) for t in [*others.tolist(), 200_001])
+    assert sam._next(drafter._memory, states[1], 0) and not sam._next(drafter._memory, states[1], 200_001)
+
+
+def test_bytes_per_token():
+    rng = np.random.default_rng(1)
+    words = [rng.integers(0, 3_000, n) for n in rng.integers(1, 9, 2_000)]
+    text = np.concatenate([words[i] for i in np.minimum(rng.zipf(1.3, 9_000) - 1, 1_999)])[:30_000]
+    for tokens in (text, rng.integers(0, 2, 30_000), rng.integers(0, 50_000, 30_000)):
+        drafter = SamDrafter(4)
+        settle(drafter, "a", tokens, 1)
+        assert drafter.used_bytes <= 100 * len(tokens)
+
+
+def test_repeated_text_is_drafted_in_full_and_random_text_not_at_all():
+    rng = np.random.default_rng(2)
+    drafter = SamDrafter(6)
+    loop = np.tile(rng.integers(0, 1_000, 50), 20)
+    drafts = [drafter.propose("a", loop[:n], 10) for n in range(10, 1_000)]
+    assert all(
+        d.tolist() == loop[n : n + 6].tolist() for n, d in zip(range(200, 990), drafts[190:], strict=False)
+    )
+    for vocabulary in (1_000, 50_000):
+        drafter, noise = SamDrafter(6), rng.integers(0, vocabulary, 4_000)
+        drafted = sum(len(drafter.propose("b", noise[:n], 10)) for n in range(10, 4_000))
+        assert drafted < 0.1 * 4_000, vocabulary
+
+
+def test_the_samples_of_a_prompt_draft_from_each_other_until_the_group_must_go():
+    rng = np.random.default_rng(3)
+    prompt, other, answer = (rng.integers(0, 1_000, n) for n in (20, 20, 60))
+    first = np.concatenate([prompt, answer])
+    drafter = SamDrafter(5, max_bytes=SMALL)
+    drafter.propose("running", first, 20)
+    again = first[:40].astype(np.int32)
+    assert drafter.propose("sibling", again, 20).tolist() == first[40:45].tolist()
+    drafter.end("running")
+    drafter.end("sibling")
+    assert drafter.propose("late", again, 20).tolist() == first[40:45].tolist()
+    drafter.end("late")
+    # Goes on elsewhere: what was output is now part of the prompt.
+    assert drafter.propose("moved", again, 40).tolist() == first[40:45].tolist()
+    assert len(drafter._groups) == 1
+    drafter.propose("elsewhere", other, 20)
+    assert len(drafter._groups) == 2
+
+    alone = SamDrafter(5, share_groups=False, max_bytes=SMALL)
+    alone.propose("running", first, 20)
+    assert alone.propose("sibling", again, 20).tolist() == []
+    alone.end("running")
+    alone.end("sibling")
+    assert alone.used_bytes == 0
+
+
+def test_texts_of_other_prompts_help_where_the_group_knows_nothing():
+    rng = np.random.default_rng(4)
+    answer = rng.integers(0, 1_000, 60)
+    drafter = SamDrafter(5, max_bytes=SMALL)
+    drafter.propose("a", np.concatenate([rng.integers(0, 1_000, 20), answer]), 20)
+    tokens = np.concatenate([rng.integers(0, 1_000, 20), answer[:30]])
+    assert drafter.propose("b", tokens, 20).tolist() == answer[30:35].tolist()
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_memory_is_bounded_and_comes_back(share):
+    rng = np.random.default_rng(5)
+    drafter = SamDrafter(4, share_groups=share, max_bytes=SMALL)
+    limit = int(drafter._memory[sam.LIMIT]) * 4 * sam.CHUNK
+    peak = 0
+    for i in range(150):
+        prompt, answer = rng.integers(0, 500, 30), np.tile(rng.integers(0, 500, 700), 3)
+        tokens = np.concatenate([prompt, answer])
+        for sample in range(3):
+            drafter.propose(f"{i}/{sample}", tokens, 30)
+        assert drafter.propose(f"{i}/0", tokens, 30).tolist() == answer[:4].tolist()
+        for sample in range(3):
+            drafter.end(f"{i}/{sample}")
+        peak = max(peak, drafter.used_bytes)
+    assert peak <= limit + 16 * 4 * sam.CHUNK
+    if share:
+        assert peak > 0.9 * limit and len(drafter._groups) < 150
+    else:
+        assert drafter.used_bytes == 0
+    # What runs keeps its memory: it stops to draft, and goes on when there is room again.
+    tokens = rng.integers(0, 500, 400_000)
+    for _ in range(400):
+        drafter.propose("long", tokens, 1)
+    seen = drafter._memory[drafter._texts["long"] + sam.SEEN]
+    assert seen < 400_000 and drafter.used_bytes <= limit + 16 * 4 * sam.CHUNK
+    assert (
+        drafter.propose("new", tokens[:9], 9).tolist() == []
+        and drafter.used_bytes <= limit + 17 * 4 * sam.CHUNK
+    )
+    drafter.end("long")
+    drafter.propose("new", np.tile(tokens[:9], 9), 9)
+    assert drafter.propose("new", np.tile(tokens[:9], 10), 9).tolist() == tokens[:4].tolist()
+
+
+def test_other_tokens_under_the_same_name_are_a_new_text():
+    drafter = SamDrafter(3, max_bytes=SMALL)
+    drafter.propose("a", np.array([1, 2, 3, 4, 5, 6]), 2)
+    drafter.propose("a", np.array([1, 2, 7, 8]), 2)
+    drafter.propose("a", np.array([1, 2, 7, 9, 9]), 2)
+    check_automaton(drafter, [(1, 2, 3, 4, 5, 6), (1, 2, 7, 8), (1, 2, 7, 9, 9)])
+
+
+def test_errors_say_what_to_do():
+    drafter = SamDrafter(3, max_bytes=SMALL)
+    with pytest.raises(ValueError, match="below 0"):
+        drafter.propose("a", np.array([1, 2, -1]), 2)
+    for prompt_tokens in (0, 4):
+        with pytest.raises(ValueError, match="whole prompt"):
+            drafter.propose("b", np.array([1, 2, 3]), prompt_tokens)
+    with pytest.raises(ValueError, match="num_speculative_tokens"):
+        SamDrafter(0)
+    for max_bytes in (1 << 20, 1 << 40):
+        with pytest.raises(ValueError, match="max_bytes"):
+            SamDrafter(3, max_bytes=max_bytes)
+    drafter.end("unknown")
