@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -147,7 +148,10 @@ def prepare() -> None:
     from vllm_ascend.platform import NPUPlatform
 
     vllm.platforms._current_platform = NPUPlatform()
+    import ray  # noqa: F401
+
     import vllm.entrypoints.llm
+    from vllm_ascend.quantization.compressed_tensors import compressed_tensors  # noqa: F401
     from vllm_ascend.worker import worker  # noqa: F401
 
 
@@ -156,6 +160,7 @@ def serve() -> None:
     os.dup2(2, 1)  # what is printed goes to the log
     prepare()
     faulthandler.enable()
+    gc.freeze()  # an engine collects garbage many times while it starts
     for line in sys.stdin:
         module, name, args, kwargs, result = json.loads(line)
         pid = os.fork()
@@ -170,6 +175,16 @@ def serve() -> None:
             os._exit(0)
         os.waitpid(pid, 0)
         print("done", file=answers, flush=True)
+
+
+def save_random_model(path: Path, moe: bool = False) -> Path:
+    """A tiny Qwen3 whose continuations are not as regular as those of the trained one, and its tokenizer."""
+    from ascend_rl.tiny import make_model, make_tokenizer
+
+    tokenizer = make_tokenizer()
+    for part in (tokenizer, make_model(tokenizer, seed=0, moe=moe)):
+        part.save_pretrained(path)
+    return path
 
 
 def make_llm(path: str, **options):

@@ -6,9 +6,7 @@ import random
 
 import pytest
 import torch
-from npu_ground import generate
-
-from ascend_rl.tiny import make_model, make_tokenizer
+from npu_ground import generate, save_random_model
 
 NEW_TOKENS = 16
 LAYERS = 2
@@ -31,9 +29,7 @@ def greedy(path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_greedy_tokens_equal_hugging_face(npu_ground, tmp_path, kind):
-    tokenizer = make_tokenizer()
-    for part in (tokenizer, make_model(tokenizer, seed=0, moe=kind == "moe")):
-        part.save_pretrained(tmp_path)
+    save_random_model(tmp_path, moe=kind == "moe")
     rng = random.Random(0)
     prompts = [[rng.randrange(13) for _ in range(length)] for length in (1, 5, 17, 130)]
     sampling = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
