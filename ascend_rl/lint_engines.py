@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import dapo, memory_plan
+from . import dapo, memory_plan, old_log_prob
 from .lint_setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup, published, rule
 
 LOCAL_DIRECTORIES = ("/tmp", "/var", "/dev/shm")
@@ -561,16 +561,10 @@ def _(s):
     fix="one mini-batch a step, ppo_epochs=1 and no rollout correction; or recompute_old_log_prob=True",
 )
 def _(s):
-    key = f"{ACTOR}.recompute_old_log_prob"
-    if s.get(key, True) is not False:
-        return
-    mini, train = s.number(f"{ACTOR}.ppo_mini_batch_size"), s.number("data.train_batch_size")
-    if mini != train:
-        yield key, f"False, with mini-batches of {mini} in a batch of {train}"
-    if s.number(f"{ACTOR}.ppo_epochs") != 1:
-        yield key, f"False, with ppo_epochs {s.number(f'{ACTOR}.ppo_epochs')}"
-    if s.get("algorithm.rollout_correction.rollout_is"):
-        yield key, "False, with rollout importance sampling"
+    from omegaconf import OmegaConf
+
+    if s.get(old_log_prob.SWITCH) is False:
+        yield from old_log_prob.problems(OmegaConf.create(s.config))
 
 
 def _substring_tests(source: str) -> Iterator[int]:
