@@ -30,8 +30,22 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+OPTION = re.compile(rb"\0(hccl_\w+)\0")
 TEXT = re.compile(rb"[\t\n\x20-\x7e]{8,}")
 SCHEMA = re.compile(r"(_?[a-z]\w*(?:\.\w+)?) ?\(.*\) ?-> ?\(?.*", re.S)
+
+
+def top_level_names(module: ast.Module) -> set[str]:
+    """What a module defines, assigns or imports at its top level."""
+    names = set()
+    for node in module.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
 
 
 def schemas_in(library: bytes) -> list[str]:
@@ -40,9 +54,10 @@ def schemas_in(library: bytes) -> list[str]:
     return sorted({text for text in texts if SCHEMA.fullmatch(text)})
 
 
-def operators_file() -> Path:
-    """data/npu_operators_VERSION.json: operator schemas and names of the pinned wheels, written once.
+def wheels_file() -> Path:
+    """data/npu_wheels_VERSIONS.json: what the tests need to know of the pinned wheels, written once.
 
+    Operator schemas by namespace; "names" that modules of torch_npu have; options of HCCL process groups.
     The compiled part of vllm-ascend is in its tree, or in its wheel where the tree was cloned from git.
     """
     import yaml
@@ -52,7 +67,7 @@ def operators_file() -> Path:
 
     project = Project.load(ROOT)
     ascend, vllm_ascend = project.tables["ascend"], project.framework("vllm_ascend")
-    path = ROOT / f"data/npu_operators_{ascend['torch_npu']}_{vllm_ascend.version}.json"
+    path = ROOT / f"data/npu_wheels_{ascend['torch_npu']}_{vllm_ascend.version}.json"
     if path.exists():
         return path
     torch_npu = replace(project.framework("torch_npu"), version=ascend["torch_npu"])
@@ -63,10 +78,14 @@ def operators_file() -> Path:
             wheel.read("torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"),
             getattr(yaml, "CSafeLoader", yaml.SafeLoader),
         )
-        atb = ast.parse(wheel.read("torch_npu/op_plugin/atb/_atb_ops.py"))
-        names = {
+        names = {}
+        for member in wheel.namelist():
+            if re.fullmatch(r"torch_npu/(npu/\w+|__init__)\.py", member):
+                module = member.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+                names[module] = sorted(top_level_names(ast.parse(wheel.read(member))))
+        atb = {
             node.targets[0].id: ast.literal_eval(node.value)
-            for node in atb.body
+            for node in ast.parse(wheel.read("torch_npu/op_plugin/atb/_atb_ops.py")).body
             if isinstance(node, ast.Assign) and node.targets[0].id in ("API_LIST", "ATB_API_LIST")
         }
         compiled = [*project.tree("vllm_ascend").glob("vllm_ascend/vllm_ascend_C*.so")]
@@ -80,7 +99,11 @@ def operators_file() -> Path:
             "npu": [entry["func"] for entry in listed["custom"]],
             "atb": schemas_in(wheel.read("torch_npu/lib/libop_plugin_atb.so")),
             "_C_ascend": schemas_in(library),
-            "atb names": {"torch_npu": names["API_LIST"], "torch_npu.atb": names["ATB_API_LIST"]},
+            "atb names": {"torch_npu": atb["API_LIST"], "torch_npu.atb": atb["ATB_API_LIST"]},
+            "names": names,
+            "HCCL options": sorted(
+                {name.decode() for name in OPTION.findall(wheel.read("torch_npu/lib/libtorch_npu.so"))}
+            ),
         }
         Path(scratch, "written").write_text(json.dumps(written, indent=1))
         os.replace(Path(scratch, "written"), path)
@@ -96,7 +119,7 @@ class Ground:
         path = [ROOT / "tests/stubs/npu", os.environ.get("PYTHONPATH"), tree, *own]
         settings = {
             "PYTHONPATH": os.pathsep.join(map(str, filter(None, path))),
-            "NPU_OPERATORS": str(operators_file()),
+            "NPU_OPERATORS": str(wheels_file()),
             "VLLM_PLUGINS": "",  # the platform is set by name: a tree cloned from git has no metadata
             "VLLM_ASCEND_ENABLE_NZ": "0",
         }
