@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import dapo, memory_plan, old_log_prob
+from . import dapo, memory_plan, npu_options, old_log_prob
 from .lint_setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup, published, rule
 
 LOCAL_DIRECTORIES = ("/tmp", "/var", "/dev/shm")
@@ -116,11 +116,32 @@ def _(s):
 
 
 @rule(
+    "rollout.options",
+    "error",
+    "speculation, graphs, npugraph_ex and HCCL modes do not contradict each other",
+    why="verl's server refuses it when the rollout starts",
+    fix="see docs/npu_options.md",
+)
+def _(s):
+    if s.get(f"{ROLLOUT}.name") != "vllm":
+        return
+    mtp = "actor_rollout_ref.model.mtp"
+    found = npu_options.conflicts(
+        s.engine_options,
+        npu=s.npu,
+        eager=bool(s.get(f"{ROLLOUT}.enforce_eager")),
+        mtp=bool(s.get(f"{mtp}.enable") and s.get(f"{mtp}.enable_rollout")),
+        shared_by=s.rollout_tp if s.variable("VLLM_ASCEND_ENABLE_FLASHCOMM1") else 1,
+    )
+    yield from ((f"{VLLM}.{key}", why, fix) for key, why, fix in found)
+
+
+@rule(
     "rollout.graph_mode",
     "warning",
     "graphs are captured as FULL_DECODE_ONLY",
-    why="vllm-ascend turns verl's default into PIECEWISE, which leaves attention out of the graph, limits "
-    "the number of sizes and switches npugraph_ex off",
+    why="vllm-ascend turns FULL_AND_PIECEWISE into PIECEWISE, which leaves attention out of the graph, "
+    "limits the number of sizes and switches npugraph_ex off",
     fix=f"+{VLLM}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
 )
 def _(s):

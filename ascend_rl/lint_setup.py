@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from . import npu_options
 from .dry_run import Run
 from .findings import Finding
 from .verl_config import Resolved, select
@@ -221,8 +222,15 @@ class Setup:
         return self.mapping(f"{VLLM}.speculative_config")
 
     @cached_property
+    def engine_options(self) -> dict[str, Any]:
+        """engine_kwargs.vllm, its configurations as dicts."""
+        given = self.mapping(VLLM)
+        return given | {key: as_mapping(given[key]) for key in npu_options.CONFIGS if key in given}
+
+    @cached_property
     def graph_mode(self) -> str:
-        return str(self.compilation.get("cudagraph_mode", "FULL_AND_PIECEWISE"))
+        eager = bool(self.get(f"{ROLLOUT}.enforce_eager"))
+        return npu_options.graph_mode(self.engine_options, self.npu, eager)
 
     @cached_property
     def decode_tokens(self) -> int:

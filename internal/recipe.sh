@@ -104,8 +104,11 @@ trainer() {
     )
 }
 
-# vLLM with decode graphs. Reads MAX_PROMPT, MAX_RESPONSE, MAX_NUM_SEQS, GRAPH_SIZES and GPU_MEMORY.
+# vLLM with decode graphs. Reads MAX_PROMPT, MAX_RESPONSE, MAX_NUM_SEQS, GRAPH_SIZES and GPU_MEMORY, and of the environment
+# ENABLE_SAM, NUM_SPECULATIVE_TOKENS, ENABLE_NPUGRAPH_EX, ENABLE_STATIC_KERNEL and HCCL_TP_EXPANSION_MODE
+# (docs/npu_options.md).
 rollout_with_graphs() {
+    local vllm=+actor_rollout_ref.rollout.engine_kwargs.vllm
     ARGS+=(
         actor_rollout_ref.rollout.name=vllm
         actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY"
@@ -115,9 +118,20 @@ rollout_with_graphs() {
         actor_rollout_ref.rollout.enable_chunked_prefill=True
         actor_rollout_ref.rollout.enforce_eager=False
         actor_rollout_ref.rollout.cudagraph_capture_sizes="$GRAPH_SIZES"
-        +actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY
+        "$vllm".compilation_config.cudagraph_mode=FULL_DECODE_ONLY
         actor_rollout_ref.rollout.calculate_log_probs=True  # training/rollout_probs_diff_*: is it the same model?
     )
+    if [ "${ENABLE_SAM:-0}" = 1 ]; then
+        ARGS+=(
+            "$vllm".speculative_config.method=sam
+            "$vllm".speculative_config.num_speculative_tokens="${NUM_SPECULATIVE_TOKENS:-3}"
+        )
+    fi
+    if [ "${ENABLE_NPUGRAPH_EX:-0}" = 1 ]; then ARGS+=("$vllm".additional_config.enable_npugraph_ex=True); fi
+    if [ "${ENABLE_STATIC_KERNEL:-0}" = 1 ]; then ARGS+=("$vllm".additional_config.enable_static_kernel=True); fi
+    if [ -n "${HCCL_TP_EXPANSION_MODE:-}" ]; then
+        ARGS+=("$vllm".additional_config.hccl_op_expansion_mode.tp="$HCCL_TP_EXPANSION_MODE")
+    fi
 }
 
 # MindSpeed's options for any Megatron model. `repatch` of verl hands override_transformer_config to MindSpeed.

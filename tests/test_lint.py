@@ -140,6 +140,9 @@ OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("rollout.utilization", "megatron", f"{ROLLOUT}.gpu_memory_utilization=85"),
     ("rollout.model_len", "megatron", f"{ROLLOUT}.max_model_len=10239"),
     ("rollout.graph_sizes", "megatron", SPECULATE),
+    ("rollout.options", "megatron", f"{SPECULATE} +{VLLM}.compilation_config.cudagraph_mode=FULL"),
+    ("rollout.options", "megatron", f"+{VLLM}.additional_config.hccl_op_expansion_mode.tp=AICPU"),
+    ("rollout.options", "fsdp", f"+{VLLM}.additional_config={{enable_static_kernel:True}}"),
     ("rollout.log_probs_needed", "megatron", "algorithm.rollout_correction.bypass_mode=True"),
     ("train.recompute", "megatron", f"{TRANSFORMER}.recompute_num_layers=null"),
     ("train.overlap_weights", "megatron", f"+{TRANSFORMER}.moe_alltoall_overlap_comm=True"),
@@ -216,7 +219,7 @@ RIGHT = [  # names that no file of verl mentions
     ("fsdp", f"+{VLLM}.max-num-partial-prefills=2 +{VLLM}.no_enable_prefix_caching=True"),
     ("fsdp", f"+{VLLM}.api_server_count=1 +{VLLM}.nonesuch=null +{VLLM}.max_num_partial=2"),
     ("fsdp", f"+{VLLM}.compilation_config={{pass_config:{{enable_sp:True}},compile_sizes:[1]}}"),
-    ("fsdp", f"+{VLLM}.additional_config.enable_npugraph_ex=True"),
+    ("megatron", f"+{VLLM}.additional_config.enable_npugraph_ex=True"),
     ("fsdp", f"{ACTOR}.optim.override_optimizer_config={{foreach:False,eps:1e-8}}"),
     ("megatron", f"+{TRANSFORMER}.tp_comm_overlap=False +{TRANSFORMER}.q_lora_rank=512"),  # inherited; of MLA
     ("megatron", f"+{MEGATRON}.override_ddp_config.overlap_grad_reduce=True"),

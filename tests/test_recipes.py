@@ -322,3 +322,19 @@ def test_environments_differ_between_a2_and_a3_and_yield_to_the_user():
     assert environment("qwen3_32b", TASK_QUEUE_ENABLE="0", HCCL_BUFFSIZE="9")["TASK_QUEUE_ENABLE"] == "0"
     with pytest.raises(subprocess.CalledProcessError):
         environment("qwen3_32b", NPU_SERIES="b7")
+
+
+def test_switches_of_the_rollout_reach_vllm():
+    switches = {"ENABLE_SAM": "1", "NUM_SPECULATIVE_TOKENS": "4", "ENABLE_NPUGRAPH_EX": "1",
+                "ENABLE_STATIC_KERNEL": "1", "HCCL_TP_EXPANSION_MODE": "AI_CPU"}  # fmt: skip
+    run = dry_run("grpo_qwen3_32b_32die_true_weight", **switches)
+    vllm = resolve(json.loads(run.stdout)["args"]).actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert vllm == {
+        "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
+        "speculative_config": {"method": "sam", "num_speculative_tokens": 4},
+        "additional_config": {
+            "enable_npugraph_ex": True,
+            "enable_static_kernel": True,
+            "hccl_op_expansion_mode": {"tp": "AI_CPU"},
+        },
+    }

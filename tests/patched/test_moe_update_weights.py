@@ -43,6 +43,11 @@ def overwrite_with_nan(worker) -> None:
         parameter.data.fill_(float("nan"))
 
 
+def expert_shapes(worker) -> list[tuple[int, ...]]:
+    named = worker.model_runner.model.named_parameters()
+    return [tuple(weight.shape) for name, weight in named if name.endswith(("w13_weight", "w2_weight"))]
+
+
 def log_probs(llm) -> torch.Tensor:
     """Log-probs of the whole vocabulary for the next token: [prompts, VOCAB]."""
     from vllm import SamplingParams
@@ -76,7 +81,7 @@ def test_rollout_follows_the_trainer(path, monkeypatch, tmp_path, dtype, layout,
         return (log_probs(llm) - expected).abs().max().item()
 
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    at_first = log_probs(llm)
+    at_first, shapes = log_probs(llm), llm.collective_rpc(expert_shapes)
     assert error() < tolerance
     torch.manual_seed(1)
     for _ in range(2):
@@ -87,6 +92,7 @@ def test_rollout_follows_the_trainer(path, monkeypatch, tmp_path, dtype, layout,
         llm.collective_rpc(overwrite_with_nan)
         sync(llm, model.state_dict())
         assert error() < tolerance
+        assert llm.collective_rpc(expert_shapes) == shapes  # loaded weights were processed again
     sync(llm, original)
     torch.testing.assert_close(
         log_probs(llm), at_first, atol=1e-5, rtol=0

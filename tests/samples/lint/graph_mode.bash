@@ -1,5 +1,5 @@
 # finds: rollout.graph_mode
-# verl's default becomes PIECEWISE on NPUs.
+# vllm-ascend makes it PIECEWISE.
 . "$(dirname "$0")/megatron.bash"
-unset "SET[$vllm.compilation_config.cudagraph_mode]" #-
+SET[$vllm.compilation_config.cudagraph_mode]=FULL_AND_PIECEWISE #-
 run "$@"
