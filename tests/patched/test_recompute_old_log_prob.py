@@ -14,6 +14,26 @@ from ranks import run_ranks
 ACTOR = "actor_rollout_ref.actor"
 OFF = f"{ACTOR}.recompute_old_log_prob=False"
 EXPERTS = 8
+ONE_UPDATE = f"{ACTOR}.ppo_mini_batch_size=4"
+REFUSED = {
+    f"{ACTOR}.ppo_epochs": "2",
+    f"{ACTOR}.ppo_mini_batch_size": "2",
+    f"{ACTOR}.router_replay.mode": "R2",
+    f"{ACTOR}.use_rollout_log_probs": "True",
+    "algorithm.use_kl_in_reward": "True",
+    "algorithm.adv_estimator": "optimal_token_baseline",
+    "algorithm.rollout_correction.bypass_mode": "True",
+    "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
+    "trainer.use_legacy_worker_impl": "disable",
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_settings_that_need_the_pass_are_refused_at_the_start(tmp_path, monkeypatch, key):
+    where = "algorithm.rollout_correction" if key.endswith(("rollout_is", "rollout_rs")) else key
+    with pytest.raises(ValueError, match=f"with {OFF}, {where}: "):
+        train(tmp_path, ONE_UPDATE, OFF, f"++{key}={REFUSED[key]}", monkeypatch=monkeypatch)
 
 
 def fsdp_worker(path, *overrides: str):
@@ -168,9 +188,6 @@ class Listening(Stage):
         return super().update_actor(batch)
 
 
-ONE_UPDATE = f"{ACTOR}.ppo_mini_batch_size=4"
-
-
 @pytest.mark.parametrize("options", [[], FILTER], ids=["grpo", "dapo"])
 def test_the_trainer_leaves_the_pass_out(tmp_path, monkeypatch, options):
     monkeypatch.setattr("patched.test_dapo.Stage", Listening)
@@ -182,24 +199,3 @@ def test_the_trainer_leaves_the_pass_out(tmp_path, monkeypatch, options):
     assert [e for e in on if e not in skipped] == [e for e in off if e not in skipped]  # the rest is the same
     assert any("timing_s/old_log_prob" in row for row in logged)
     assert not any("timing_s/old_log_prob" in row for row in logged_off)
-
-
-REFUSED = {
-    f"{ACTOR}.ppo_epochs": "2",
-    f"{ACTOR}.ppo_mini_batch_size": "2",
-    f"{ACTOR}.router_replay.mode": "R2",
-    f"{ACTOR}.use_rollout_log_probs": "True",
-    "algorithm.use_kl_in_reward": "True",
-    "algorithm.adv_estimator": "optimal_token_baseline",
-    "algorithm.rollout_correction.bypass_mode": "True",
-    "algorithm.rollout_correction.rollout_is": "token",
-    "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
-    "trainer.use_legacy_worker_impl": "disable",
-}
-
-
-@pytest.mark.parametrize("key", REFUSED)
-def test_settings_that_need_the_pass_are_refused_at_the_start(tmp_path, monkeypatch, key):
-    where = "algorithm.rollout_correction" if key.endswith(("rollout_is", "rollout_rs")) else key
-    with pytest.raises(ValueError, match=f"with {OFF}, {where}: "):
-        train(tmp_path, ONE_UPDATE, OFF, f"++{key}={REFUSED[key]}", monkeypatch=monkeypatch)

@@ -1,0 +1,250 @@
+"""Step makespans of hybrid data parallelism by the cost model: the planner, plain CP and other packers.
+
+Usage:    python bench/bench_hdp.py [--quick]
+Example:  python bench/bench_hdp.py            # about a minute; --quick takes fewer sequences
+1. Calibration: the greedy packer shows the published gains, and plain CP8 -> CP4 the published ratio. The
+   cost models are the frozen ones of ascend_rl/hdp.py; docs/hdp.md says how they were found.
+2. Four mixes of lengths, five ways to plan, against the lower bound.
+3. The planner's time on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numba import njit
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bars import RESULTS, Bar, finish  # noqa: E402
+
+from ascend_rl.hdp import DEEPSEEK_V3, QWEN3_235B, CostModel, plan  # noqa: E402
+from ascend_rl.rollout_sim import draw_bimodal, draw_lengths  # noqa: E402
+
+LONGEST = 2048 + 32768
+OVERLOAD = 2.0  # of the greedy packer
+
+
+@dataclass(frozen=True)
+class Mix:
+    lengths: np.ndarray
+    cp: int
+    dp: int
+    model: CostModel
+
+    @property
+    def cap(self) -> int:
+        return LONGEST // self.cp
+
+
+def mixes(share: int) -> dict[str, Mix]:
+    """Sequences of one step; 1 / ``share`` of the published number."""
+    rng = np.random.default_rng(0)
+    short = np.exp(math.log(1400) + 0.62 * rng.standard_normal(1024)).astype(np.int64) + 74
+    batch = draw_lengths(512 // share, 16, seed=0)
+    uniform = rng.integers(8192, 32768, 8192 // share)
+    bimodal = draw_bimodal(512 // share, 16, seed=0)
+    return {
+        "short, CP8": Mix(short, 8, 1, DEEPSEEK_V3),
+        "reasoning, CP4": Mix(batch.prompt + batch.response, 4, 2, QWEN3_235B),
+        "uniform long, CP4": Mix(uniform, 4, 2, QWEN3_235B),
+        "bimodal, CP4": Mix(bimodal.prompt + bimodal.response, 4, 2, QWEN3_235B),
+    }
+
+
+@njit(cache=True)
+def _first_fit(lengths, rings, ranks, cap, token, pair, ring_step, ring_token, micro_batch):
+    """Each sequence into the first micro-batch and the first aligned ranks that have room."""
+    most = len(lengths) + 1
+    tokens, seconds, has = np.zeros((most, ranks)), np.zeros((most, ranks)), np.zeros((most, ranks, 4))
+    used = 0
+    for i in range(len(lengths)):
+        g, length, m, placed = rings[i], lengths[i], 0, False
+        power = int(np.log2(g) + 0.5)
+        while not placed:
+            for r in range(0, ranks, g):
+                if (tokens[m, r : r + g] + length / g).max() <= cap:
+                    work = (token * length + pair * length * length) / g + (g - 1) * ring_token * length / g
+                    if g > 1 and not has[m, r, power]:
+                        work += (g - 1) * ring_step
+                    has[m, r, power] = 1
+                    tokens[m, r : r + g] += length / g
+                    seconds[m, r : r + g] += work
+                    placed = True
+                    break
+            m += 1
+        used = max(used, m)
+    total = used * micro_batch
+    for m in range(used):
+        total += seconds[m].max()
+    return total
+
+
+def greedy(mix: Mix) -> float:
+    """The published kind: the least power-of-two ring in which a sequence takes at most 1 / OVERLOAD of a
+    rank's cap (all ranks of the group at most), then first fit, longest first."""
+    rings = 2 ** np.ceil(np.log2(np.maximum(1, np.ceil(mix.lengths * OVERLOAD / mix.cap))))
+    order, m = np.argsort(-mix.lengths, kind="stable"), mix.model
+    rings = np.minimum(rings, mix.cp).astype(np.int64)[order]
+    return _first_fit(mix.lengths[order].astype(float), rings, mix.cp * mix.dp, mix.cap, m.token, m.pair,
+                      m.ring_step, m.ring_token, m.micro_batch)  # fmt: skip
+
+
+def karmarkar_karp(work: list[float], parts: int) -> list[list[int]]:
+    """The largest differencing method: the two states whose sums differ most are joined crosswise."""
+    heap: list = []
+    for i, value in enumerate(work):  # a state: its non-empty parts, largest sum first
+        heapq.heappush(heap, (-value, i, [(value, [i])]))
+    count = len(work)
+    while len(heap) > 1:
+        (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
+        keep = max(0, parts - len(b))  # parts of a that meet an empty part of b
+        joined = a[:keep] + b[: max(0, parts - len(a))]
+        first = b[max(0, parts - len(a)) :]
+        joined += [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a[keep:], reversed(first), strict=True)]
+        joined.sort(key=lambda part: -part[0])
+        least = joined[-1][0] if len(joined) == parts else 0.0
+        heapq.heappush(heap, (least - joined[0][0], count, joined))
+        count += 1
+    found = [members for _, members in heap[0][2]]
+    return found + [[] for _ in range(parts - len(found))]
+
+
+def rings_of_all(mix: Mix, balance_dp: bool) -> float:
+    """verl: sequences to DP ranks by count (or balanced by work), then as many micro-batches as the tokens
+    need, balanced by work, slowest first; every sequence over the whole CP group. The cap may be exceeded."""
+    work = 24576.0 * mix.lengths + mix.lengths.astype(float) ** 2
+    if balance_dp:
+        parts = [np.array(part) for part in karmarkar_karp(work.tolist(), mix.dp)]
+    else:
+        parts = np.array_split(np.arange(len(mix.lengths)), mix.dp)
+    count = max(math.ceil(mix.lengths[part].sum() / (mix.cap * mix.cp)) for part in parts)
+    times = []
+    for part in parts:
+        groups = karmarkar_karp(work[part].tolist(), count)
+        chosen = [mix.lengths[part[group]].astype(float) for group in groups]
+        seconds = [mix.model.seconds(c.sum(), (c**2).sum(), mix.cp) for c in chosen]
+        times.append(sorted(seconds, reverse=True))
+    return float(np.max(times, axis=0).sum() + count * mix.model.micro_batch)
+
+
+def compare(all_mixes: dict[str, Mix], bars: list[Bar], data: dict) -> None:
+    print(
+        f"\n{'makespan / lower bound':<22} {'plain CP':>9} {'verl':>7} {'KK DP':>7} {'greedy':>7} {'ours':>7}"
+    )
+    for name, mix in all_mixes.items():
+        plain = plan(mix.lengths, mix.cp, mix.dp, mix.cap, mix.model, rings=False)
+        ours = plan(mix.lengths, mix.cp, mix.dp, mix.cap, mix.model)
+        times = {
+            "plain CP": plain.makespan, "verl": rings_of_all(mix, False), "KK DP": rings_of_all(mix, True),
+            "greedy": greedy(mix), "ours": ours.makespan,
+        }  # fmt: skip
+        sizes = {
+            int(g): float(mix.lengths[ours.size == g].sum() / mix.lengths.sum()) for g in np.unique(ours.size)
+        }
+        gain = {k: plain.makespan / v - 1 for k, v in times.items()}
+        data[name] = {
+            "makespan": times, "bound": ours.bound, "gain over plain CP": gain, "tokens by ring size": sizes,
+            "micro-batches": ours.micro_batches, "mean length": float(mix.lengths.mean()),
+            "below 3000": float((mix.lengths < 3000).mean()),
+        }  # fmt: skip
+        row = " ".join(f"{v / ours.bound:>{7 + 2 * (k == 'plain CP')}.3f}" for k, v in times.items())
+        print(f"{name:<22} {row}   greedy {gain['greedy']:+.1%}, ours {gain['ours']:+.1%}")
+        over = ours.makespan / ours.bound - 1
+        bars.append((f"{name}: ours over the lower bound", 100 * over, "%", "<= 3", over <= 0.03))
+        bars.append((f"{name}: ours over plain CP", 100 * gain["ours"], "%", ">= 0", gain["ours"] >= 0))
+    short, reasoning = data["short, CP8"], data["reasoning, CP4"]
+    of = "gain over plain CP"
+    at = 100 * short[of]["greedy"]
+    bars.append(("calibration: greedy on the short mix", at, "%", "published 39, +- 2", abs(at - 39) <= 2))
+    at = 100 * reasoning[of]["greedy"]
+    bars.append(
+        ("calibration: greedy on reasoning lengths", at, "%", "published about 5, +- 1", abs(at - 5) <= 1)
+    )
+    at = 100 * short[of]["ours"]
+    bars.append(("ours on the short mix", at, "%", ">= 45", at >= 45))
+    at = 100 * reasoning[of]["ours"]
+    bars.append(("ours on reasoning lengths", at, "%", ">= 12", at >= 12))
+    mix = all_mixes["reasoning, CP4"]
+    cp8 = plan(mix.lengths, 8, 1, LONGEST // 8, mix.model, rings=False).makespan
+    ratio = cp8 / reasoning["makespan"]["plain CP"]
+    bars.append(
+        (
+            "calibration: plain CP8 / plain CP4",
+            ratio,
+            "",
+            "published 1.565, +- 0.05",
+            abs(ratio - 1.565) <= 0.05,
+        )
+    )
+
+
+def time_planner(bars: list[Bar], data: dict) -> None:
+    for name, mix in mixes(1).items():
+        lengths = np.resize(mix.lengths, 8192)
+        plan(lengths, mix.cp, mix.dp, mix.cap, mix.model)
+        times = []
+        for _ in range(5):
+            begun = time.process_time()
+            plan(lengths, mix.cp, mix.dp, mix.cap, mix.model)
+            times.append(1000 * (time.process_time() - begun))
+        data[f"{name}: planning 8192 sequences, ms of CPU"] = times
+        middle = statistics.median(times)
+        bars.append((f"{name}: planning 8192 sequences", middle, "ms of CPU", "< 200", middle < 200))
+
+
+def draw_figure(all_mixes: dict[str, Mix], data: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), gridspec_kw={"width_ratios": [3, 2]})
+    ways = list(data["short, CP8"]["makespan"])
+    for i, way in enumerate(ways):
+        heights = [data[name]["makespan"][way] / data[name]["bound"] for name in all_mixes]
+        left.bar(np.arange(len(all_mixes)) + 0.16 * (i - 2), heights, 0.15, label=way)
+    left.axhline(1, color="black", lw=0.8)
+    left.set(ylim=(0.9, 1.6), ylabel="step makespan / lower bound", title="cost model, one step")
+    left.set_xticks(range(len(all_mixes)), list(all_mixes), fontsize=8)
+    left.legend(fontsize=8)
+    bottom = np.zeros(len(all_mixes))
+    for size in range(1, 9):
+        shares = np.array([data[name]["tokens by ring size"].get(size, 0) for name in all_mixes])
+        if shares.any():
+            right.bar(
+                range(len(all_mixes)), shares, 0.6, bottom=bottom, label=f"{size} rank" + "s" * (size > 1)
+            )
+            bottom += shares
+    right.set(ylabel="share of tokens", title="ring sizes chosen")
+    right.set_xticks(range(len(all_mixes)), [name.replace(", ", "\n") for name in all_mixes], fontsize=8)
+    right.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a quarter of the sequences")
+    args = parser.parse_args()
+    all_mixes = mixes(4 if args.quick else 1)
+    bars: list[Bar] = []
+    data: dict = {"models": {"Qwen3-235B": vars(QWEN3_235B), "DeepSeek-V3": vars(DEEPSEEK_V3)}}
+    compare(all_mixes, bars, data)
+    time_planner(bars, data)
+    draw_figure(all_mixes, data, RESULTS / "hdp.png")
+    return finish("hdp", bars, quick=args.quick, **data)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

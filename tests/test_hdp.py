@@ -1,0 +1,214 @@
+"""ascend_rl.hdp: its invariants on random batches, and all plans of small batches tried one by one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ascend_rl import hdp
+from ascend_rl.hdp import CostModel, fewest_bins, fit, lower_bound, plan
+
+MODELS = [
+    CostModel(token=1.0, pair=0.0, ring_step=0.0, ring_token=0.0, micro_batch=0.0),
+    CostModel(token=1.0, pair=0.01, ring_step=20.0, ring_token=0.05, micro_batch=30.0),
+    CostModel(token=1.0, pair=0.1, ring_step=0.0, ring_token=0.5, micro_batch=500.0),
+    hdp.QWEN3_235B,
+]
+
+
+@st.composite
+def problems(draw, most: int = 60):
+    cp, dp, cap = draw(st.integers(1, 8)), draw(st.integers(1, 3)), draw(st.integers(4, 60))
+    count = draw(st.integers(4 * dp, max(most, 4 * dp)))
+    lengths = draw(st.lists(st.integers(1, cp * cap), min_size=count, max_size=count))
+    return lengths, cp, dp, cap, draw(st.sampled_from(MODELS))
+
+
+def seconds(p: hdp.Plan, lengths: np.ndarray, model: CostModel) -> float:
+    """The makespan from nothing but where sequences are, rank by rank."""
+    total = 0.0
+    for m in range(p.micro_batches):
+        ranks = []
+        for group in range(p.dp):
+            for rank in range(p.cp):
+                mine = (
+                    (p.micro_batch == m) & (p.group == group) & (p.first <= rank) & (rank < p.first + p.size)
+                )
+                (size,) = set(p.size[mine].tolist())  # in one ring
+                own = lengths[mine].astype(float)
+                work = (model.token * own + model.pair * own**2).sum() / size
+                steps = size - 1
+                ranks.append(work + steps * (model.ring_step + model.ring_token * own.sum() / size))
+        total += max(ranks) + model.micro_batch
+    return total
+
+
+def check(p: hdp.Plan, lengths: np.ndarray, cap: int, model: CostModel) -> None:
+    assert (p.first >= 0).all() and (p.size >= 1).all() and (p.first + p.size <= p.cp).all()
+    busy = set()
+    for m, group in itertools.product(range(p.micro_batches), range(p.dp)):
+        for first, size, members in p.units(m, group):
+            assert lengths[members].sum() <= size * cap
+            ranks = {(m, group, rank) for rank in range(first, first + size)}
+            assert not busy & ranks
+            busy |= ranks
+    assert len(busy) == p.micro_batches * p.dp * p.cp  # no rank is idle
+    assert sorted(p.order.tolist()) == list(range(len(lengths)))
+    assert (lengths[p.order][p.inverse] == lengths).all()
+    keys = list(zip(p.group, p.micro_batch, p.first, strict=True))
+    assert [keys[i] for i in p.order] == sorted(keys)
+    assert p.makespan == pytest.approx(seconds(p, lengths, model))
+    assert p.bound <= p.makespan * (1 + 1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(), st.integers(1, 2), st.integers(1, 4))
+def test_invariants(problem, multiple, at_least):
+    lengths, cp, dp, cap, model = problem
+    lengths = np.array(lengths)
+    options = dict(multiple=multiple, at_least=at_least)
+    try:
+        p = plan(lengths, cp, dp, cap, model, **options)
+    except ValueError as error:
+        assert "sequences for" in str(error)
+        fewest = max(math.ceil(fewest_bins(lengths, cp * cap) / dp), at_least)
+        assert math.ceil(fewest / multiple) * multiple * dp + multiple * dp > len(lengths)
+        return
+    check(p, lengths, cap, model)
+    assert p.micro_batches % multiple == 0 and p.micro_batches >= at_least
+    plain = plan(lengths, cp, dp, cap, model, rings=False, **options)
+    check(plain, lengths, cap, model)
+    assert (plain.size == cp).all() and p.makespan <= plain.makespan * (1 + 1e-9)
+    again = plan(lengths, cp, dp, cap, model, **options)  # every rank plans for itself and finds the same
+    assert (again.order == p.order).all() and (again.size == p.size).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems())
+def test_the_loss_is_the_mean_over_sequences(problem):
+    """Each rank weighs the loss of its ring's sequences; the average over ranks is the whole batch's mean."""
+    lengths, cp, dp, cap, model = problem
+    p = plan(lengths, cp, dp, cap, model)
+    losses = np.random.default_rng(0).normal(size=len(lengths))
+    ranks = np.zeros((dp, cp))
+    for i, loss in enumerate(losses):
+        ranks[p.group[i], p.first[i] : p.first[i] + p.size[i]] += p.weights[i] * loss
+    assert ranks.mean() == pytest.approx(losses.mean())
+
+
+def partitions(items: list[int]):
+    """All ways to put items into unordered, non-empty sets."""
+    if not items:
+        yield []
+        return
+    for rest in partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for i in range(len(rest)):
+            yield [*rest[:i], [items[0], *rest[i]], *rest[i + 1 :]]
+
+
+def best(lengths, cp, dp, cap, model) -> float:
+    """The least makespan of all plans: sets into rings of any size, those into columns, side by side."""
+
+    def column(members) -> float:
+        found = math.inf
+        for rings in partitions(members):
+            for sizes in itertools.product(range(1, cp + 1), repeat=len(rings)):
+                tokens = [sum(lengths[i] for i in ring) for ring in rings]
+                if sum(sizes) == cp and all(t <= s * cap for t, s in zip(tokens, sizes, strict=True)):
+                    squares = [sum(lengths[i] ** 2 for i in ring) for ring in rings]
+                    found = min(found, max(map(model.seconds, tokens, squares, sizes)))
+        return found
+
+    least = math.inf
+    for columns in partitions(list(range(len(lengths)))):
+        if len(columns) % dp:
+            continue
+        times = [column(members) for members in columns]
+        if max(times) == math.inf:
+            continue
+        for side_by_side in itertools.permutations(times):
+            micro_batches = [side_by_side[i : i + dp] for i in range(0, len(times), dp)]
+            least = min(least, sum(max(times) + model.micro_batch for times in micro_batches))
+    return least
+
+
+def test_small_batches_against_all_plans():
+    rng = np.random.default_rng(1)
+    ratios = []
+    for _ in range(60):
+        cp, dp, cap = int(rng.integers(2, 5)), int(rng.integers(1, 3)), 20
+        lengths = rng.integers(1, cp * cap + 1, int(rng.integers(2 * dp, 6)))
+        model = MODELS[int(rng.integers(len(MODELS)))]
+        optimum = best(lengths.tolist(), cp, dp, cap, model)
+        try:
+            p = plan(lengths, cp, dp, cap, model)
+        except ValueError:
+            continue  # its packing takes more columns than there are sequences
+        assert p.bound <= optimum * (1 + 1e-9), "the bound is above a plan that exists"
+        assert p.makespan >= optimum * (1 - 1e-9), "the search has missed a plan"
+        ratios.append(p.makespan / optimum)
+    assert len(ratios) > 50
+    assert np.mean(ratios) < 1.15 and np.median(ratios) < 1.05
+
+
+def test_the_bin_packing_bound_against_its_definition():
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        capacity = int(rng.integers(4, 40))
+        sizes = rng.integers(1, capacity + 1, int(rng.integers(1, 15)))
+        expected = 0
+        for k in range(capacity // 2 + 1):
+            alone = [s for s in sizes if s > capacity - k]
+            big = [s for s in sizes if capacity - k >= s > capacity / 2]
+            small = [s for s in sizes if capacity / 2 >= s >= k]
+            more = sum(small) - (len(big) * capacity - sum(big))
+            expected = max(expected, len(alone) + len(big) + max(0, math.ceil(more / capacity)))
+        assert fewest_bins(sizes, capacity) == expected
+
+
+def test_long_sequences_get_the_rings_they_need_and_short_ones_none():
+    rng = np.random.default_rng(3)
+    lengths = np.concatenate([rng.integers(100, 900, 400), rng.integers(2001, 3000, 20)])
+    p = plan(lengths, cp=4, dp=2, cap_tokens=1000)
+    assert set(p.size[lengths > 2000].tolist()) <= {3, 4} and 3 in p.size  # odd rings too
+    assert (p.size[lengths < 900] == 1).mean() > 0.8
+    assert p.makespan < 0.75 * plan(lengths, cp=4, dp=2, cap_tokens=1000, rings=False).makespan
+
+
+def test_the_bound_is_below_plain_cp_by_what_rings_cost():
+    model = CostModel(token=1.0, pair=0.0, ring_step=10.0, ring_token=0.0, micro_batch=0.0)
+    lengths = np.full(64, 100)
+    assert plan(lengths, 4, 1, 100, model, rings=False).makespan == pytest.approx(16 * (100 + 30))
+    assert plan(lengths, 4, 1, 100, model).makespan == lower_bound(lengths, 4, 1, 100, model) == 16 * 100
+
+
+def test_the_cost_model_is_found_from_timings():
+    rng = np.random.default_rng(4)
+    units = [rng.integers(100, 8000, rng.integers(1, 6)).tolist() for _ in range(40)]
+    sizes, truth = [1, 2, 4, 8] * 10, CostModel(9e-5, 3e-9, 0.05, 2e-6, 0.07)
+    timings = [
+        truth.micro_batch + truth.seconds(sum(unit), sum(x * x for x in unit), size)
+        for unit, size in zip(units, sizes, strict=True)
+    ]
+    exact = fit(units, sizes, timings)
+    noisy = fit(units, sizes, np.array(timings) * rng.normal(1, 0.01, 40))
+    for name, value in vars(truth).items():
+        assert getattr(exact, name) == pytest.approx(value, rel=1e-6)
+        assert getattr(noisy, name) == pytest.approx(value, rel=0.3)
+    with pytest.raises(ValueError, match="time at least two ring sizes"):
+        fit(units, [4] * 40, timings)
+
+
+def test_what_cannot_be_planned_is_refused_with_advice():
+    with pytest.raises(ValueError, match=r"900 tokens does not fit 4 ranks of 200; raise the cap .* to 225"):
+        plan([10, 900], cp=4, dp=1, cap_tokens=200)
+    with pytest.raises(ValueError, match="3 sequences for 2 CP groups x 4 micro-batches; lower the minimum"):
+        plan([10, 10, 10], cp=4, dp=2, cap_tokens=200, at_least=3, multiple=2)
+    with pytest.raises(ValueError, match="without tokens"):
+        plan([10, 0], cp=4, dp=1, cap_tokens=200)
