@@ -3,7 +3,7 @@
 Long reasoning repeats itself, and the n samples of one prompt repeat each other. Requests with equal
 prompts form a group; one generalized suffix automaton (Blumer et al. 1985) per group knows every substring
 of their texts, and each request knows its place in it. A request drafts what last followed a suffix of its
-text; where the group knows too little, what last followed its last 2 or 4 tokens in any text, from a table.
+text; where the group knows too little, what last followed its last 1 to 5 tokens in any text, from a table.
 How often such guesses were right, by length of the suffix and by whether the guess before was, is counted
 as text comes in: these odds pick the suffix and end the draft, so text that does not repeat gets no drafts.
 
@@ -51,19 +51,17 @@ IDLE, ADDING, REDIRECTING = range(3)
 # Steps of one call. Suffixes of a text that learn its next token, and that a draft may start from, judged by
 # so many tokens.
 BUDGET, LEARNING, STARTS, LOOKAHEAD = 16384, 32, 12, 6
-# Odds: 16 classes of suffix length, then the two orders of the table; each without and with AGAIN.
+# Odds: 16 classes of suffix length, then the contexts of the table by length; each without and with AGAIN.
 LENGTH_CLASSES, RATE = 16, 1 / 64
-PAIRS, FOURS, PLACES = 2 * LENGTH_CLASSES, 2 * LENGTH_CLASSES + 2, 1 << 20
+ORDERS, PLACES = 5, 1 << 21
 SEED = np.uint64(0x243F6A8885A308D3)  # any number that is no token
-# A draft ends before the token whose odds of being reached and right are below this.
-WORTH = 0.03
 REPLACED, FULL, NEGATIVE = -1, -2, -3
 # Tokens of a prompt that may be the beginning of others; a mere start token would unite all requests.
 SHORTEST_SHARED = 8
 
 # Types of the compiled functions: one version of each, whatever is passed.
-MEM, ODDS, INT, HASH, NONE = types.int32[::1], types.float64[::1], types.int64, types.uint64, types.void
-TOKENS = (types.int32[::1], types.int64[::1])
+MEM, ODDS, TEXTS = types.int32[::1], types.float64[::1], (types.int32[::1], types.int64[::1])
+INT, HASH, REAL, NONE = types.int64, types.uint64, types.float64, types.void
 
 
 @njit(NONE(MEM, INT, INT, INT), cache=True)
@@ -382,7 +380,8 @@ def _learn_entry(mem, odds, hashed, order, token):
         mem[place], mem[place + 1] = mark, token + 1
         return
     again, expected = mem[place] & 1, mem[place + 1] == token + 1
-    odds[order + again] += (expected - odds[order + again]) * RATE
+    kind = 2 * (LENGTH_CLASSES + order) + again
+    odds[kind] += (expected - odds[kind]) * RATE
     mem[place] = mark | expected
     if not expected and not again:
         mem[place + 1] = token + 1
@@ -394,12 +393,11 @@ def _take_in(mem, odds, group):
     text, token = mem[group + WHOSE], np.int64(mem[group + INPUT])
     steps = _learn(mem, odds, group, mem[text + AT], token)
     seen = mem[text + SEEN]
-    if mem[SHARING] and seen >= 2:
-        hashed = _mix(_mix(SEED, _recent(mem, text, 1)), _recent(mem, text, 2))
-        _learn_entry(mem, odds, hashed, PAIRS, token)
-        if seen >= 4:
-            hashed = _mix(_mix(hashed, _recent(mem, text, 3)), _recent(mem, text, 4))
-            _learn_entry(mem, odds, hashed, FOURS, token)
+    if mem[SHARING]:
+        hashed = SEED
+        for order in range(1, min(seen, ORDERS) + 1):
+            hashed = _mix(hashed, _recent(mem, text, order))
+            _learn_entry(mem, odds, hashed, order, token)
     mem[text + LATEST + seen % RING] = token
     mem[text + SEEN] = seen + 1
     mem[text + AT] = mem[group + NEW]
@@ -422,13 +420,13 @@ def _begin(mem, group, text, token):
         mem[group + NEW] = _begin_clone(mem, group, at, q)
 
 
-@njit(types.float64(MEM, ODDS, INT, INT, INT), cache=True)
+@njit(REAL(MEM, ODDS, INT, INT, INT), cache=True)
 def _path_odds(mem, odds, start, state, i):
     return odds[2 * _length_class(mem[start + LENGTH] + i) + max(mem[state + AGAIN], 0)]
 
 
-@njit(INT(MEM, ODDS, INT, MEM, INT), cache=True)
-def _draft(mem, odds, text, out, k):
+@njit(INT(MEM, ODDS, INT, MEM, INT, REAL), cache=True)
+def _draft(mem, odds, text, out, k, worth):
     """Draft into out[:k], with out[k:] to work in. Returns the number of tokens."""
     root = mem[mem[text + GROUP] + ROOT]
     start, best, tries = 0, 0.0, 0
@@ -451,39 +449,39 @@ def _draft(mem, odds, text, out, k):
         at, chance = start, 1.0
         while drafted < k and mem[at + TOKEN] >= 0:
             chance *= _path_odds(mem, odds, start, at, drafted)
-            if chance < WORTH:
+            if chance < worth:
                 break
             out[drafted] = mem[at + TOKEN]
             value += chance
             drafted += 1
             at = mem[at + TO]
-    if not mem[SHARING] or mem[text + SEEN] < 4:
+    if not mem[SHARING]:
         return drafted
-    a, b, c, d = _recent(mem, text, 4), _recent(mem, text, 3), _recent(mem, text, 2), _recent(mem, text, 1)
     others, chance = 0, 1.0
     while others < k:
-        hashed, guess, likely = _mix(_mix(SEED, d), c), 0, 0.0
-        place, mark = _entry(mem, hashed)
-        if mem[place] & ~1 == mark and mem[place + 1]:
-            guess, likely = mem[place + 1], odds[PAIRS + (mem[place] & 1)]
-        place, mark = _entry(mem, _mix(_mix(hashed, b), a))
-        if mem[place] & ~1 == mark and mem[place + 1] and odds[FOURS + (mem[place] & 1)] > likely:
-            guess, likely = mem[place + 1], odds[FOURS + (mem[place] & 1)]
+        guess, likely, hashed = 0, 0.0, SEED
+        for order in range(1, min(mem[text + SEEN], ORDERS) + 1):
+            before = out[k + others - order] if order <= others else _recent(mem, text, order - others)
+            hashed = _mix(hashed, before)
+            place, mark = _entry(mem, hashed)
+            if mem[place] & ~1 == mark and mem[place + 1]:
+                kind = 2 * (LENGTH_CLASSES + order) + (mem[place] & 1)
+                if odds[kind] > likely:
+                    guess, likely = mem[place + 1], odds[kind]
         chance *= likely
-        if chance < WORTH:
+        if guess == 0 or chance < worth:
             break
         value -= chance
         out[k + others] = guess - 1
         others += 1
-        a, b, c, d = b, c, d, np.int64(guess - 1)
     if value < 0:
         _copy(out, 0, k, others)
         return others
     return drafted
 
 
-@njit([INT(MEM, ODDS, INT, tokens, MEM, INT) for tokens in TOKENS], cache=True)
-def _propose(mem, odds, text, tokens, out, k):
+@njit([INT(MEM, ODDS, INT, tokens, MEM, INT, REAL) for tokens in TEXTS], cache=True)
+def _propose(mem, odds, text, tokens, out, k, worth):
     """Take in what is new in tokens, then draft. Returns the number of tokens, or why it could not."""
     group, n = mem[text + GROUP], len(tokens)
     if n < mem[text + SEEN]:
@@ -515,10 +513,10 @@ def _propose(mem, odds, text, tokens, out, k):
         if tokens[seen] < 0:
             return NEGATIVE
         _begin(mem, group, whose, tokens[seen])
-    return _draft(mem, odds, text, out, k)
+    return _draft(mem, odds, text, out, k, worth)
 
 
-@njit([types.int64[::1](tokens) for tokens in TOKENS], cache=True)
+@njit([types.int64[::1](tokens) for tokens in TEXTS], cache=True)
 def _prefix_hashes(tokens):
     hashes, hashed = np.empty(len(tokens), np.int64), SEED
     for i in range(len(tokens)):
@@ -534,11 +532,19 @@ class SamDrafter:
         num_speculative_tokens: most tokens of a draft.
         share_groups: draft from the texts of other requests too, first of all those with an equal prompt.
             Without it a request knows only its own text.
-        max_bytes: memory for the texts of all requests, about 70 bytes a token, and 8 MiB for the table. Used
+        max_bytes: memory for the texts of all requests, about 60 bytes a token, and 16 MiB for the table. Used
             as needed; when it is full, texts of requests that are over go, then drafts stop.
+        worth: a draft ends before a token that is used with less than these odds.
     """
 
-    def __init__(self, num_speculative_tokens: int, *, share_groups: bool = True, max_bytes: int = 1 << 30):
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        *,
+        share_groups: bool = True,
+        max_bytes: int = 1 << 30,
+        worth: float = 0.03,
+    ):
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: give at least 1")
         chunks = max_bytes // (4 * CHUNK)
@@ -556,10 +562,10 @@ class SamDrafter:
         self._memory[[UNUSED, LIMIT, SHARING]] = first, chunks - first, share_groups
         self._memory[TABLE] = first * CHUNK - 2 * PLACES
         # Odds before anything is counted, near those of mathematics and code.
-        lengths = np.array([*range(LENGTH_CLASSES), 2, 4])
+        lengths = np.array([*range(LENGTH_CLASSES), *range(ORDERS + 1)])
         self._odds = np.stack([lengths / (lengths + 2.5), (lengths / (lengths + 2.5)) ** 0.5], axis=1).ravel()
         self._draft = np.empty(2 * num_speculative_tokens, dtype=np.int32)
-        self._k, self._share = num_speculative_tokens, share_groups
+        self._k, self._share, self._worth = num_speculative_tokens, share_groups, worth
         self._texts: dict[str, int] = {}
         self._keys: dict[str, tuple] = {}
         self._groups: dict[tuple, int] = {}
@@ -595,7 +601,7 @@ class SamDrafter:
         text = self._texts.get(request_id)
         if text is None:
             text = self._start(request_id, tokens, prompt_tokens)
-        n = _propose(self._memory, self._odds, text, tokens, self._draft, self._k)
+        n = _propose(self._memory, self._odds, text, tokens, self._draft, self._k, self._worth)
         while n < 0:
             if n == NEGATIVE:
                 raise ValueError(f"request {request_id!r} has a token below 0: pass those that were sampled")
@@ -605,7 +611,7 @@ class SamDrafter:
             elif not self._free_oldest():
                 n = 0
                 break
-            n = _propose(self._memory, self._odds, text, tokens, self._draft, self._k)
+            n = _propose(self._memory, self._odds, text, tokens, self._draft, self._k, self._worth)
         return self._draft[:n].copy()
 
     def end(self, request_id: str) -> None:

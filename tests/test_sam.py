@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ascend_rl import sam
 from ascend_rl.sam import SamDrafter
 
-SMALL = 24 << 20
+SMALL = 32 << 20
 
 
 def texts_of(prompt, outputs):
@@ -64,12 +64,12 @@ def check_automaton(drafter, texts):
 
 
 def follows(texts, context, draft):
-    """Whether a suffix and the draft are in the texts, or each drafted token and the 2 before it are."""
+    """Whether a suffix and the draft are in the texts, or each drafted token and the one before are."""
     known = substrings(texts)
     if any((*context[-n:], *draft) in known for n in range(1, len(context) + 1)):
         return True
     whole = (*context, *draft)
-    return all(whole[i - 2 : i + 1] in known for i in range(len(context), len(whole)))
+    return all(whole[i - 1 : i + 1] in known for i in range(len(context), len(whole)))
 
 
 SMALL_TEXTS = dict(
