@@ -532,8 +532,8 @@ class SamDrafter:
         num_speculative_tokens: most tokens of a draft.
         share_groups: draft from the texts of other requests too, first of all those with an equal prompt.
             Without it a request knows only its own text.
-        max_bytes: memory for the texts of all requests, about 60 bytes a token, and 16 MiB for the table. Used
-            as needed; when it is full, texts of requests that are over go, then drafts stop.
+        max_bytes: memory for the texts of all requests, about 60 bytes a token, and 16 MiB for the table.
+            Used as needed; when it is full, texts of requests that are over go, then drafts stop.
         worth: a draft ends before a token that is used with less than these odds.
     """
 
