@@ -12,9 +12,10 @@ which read the old ones elsewhere, are refused before a model is loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # the linter, which takes a second, uses `problems`
+    import torch
 
 SWITCH = "actor_rollout_ref.actor.recompute_old_log_prob"
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.append(str(REPO / "patches"))  # last: patches/megatron would be a part of the package megatron
+from sources import BASE_TAG, UNTRACKED, Project, git, tree_hash
 
-from sources import BASE_TAG, UNTRACKED, Project, git, tree_hash  # noqa: E402
+REPO = Path(__file__).resolve().parent.parent
 
 
 def run(root: Path, *args: str) -> str:

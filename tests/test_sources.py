@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 
+import sources
+
 REPO = Path(__file__).resolve().parent.parent
 SOURCES = REPO / "patches/sources.py"
-sys.path.append(str(REPO / "patches"))  # last: patches/megatron would be a part of the package megatron
-
-import sources  # noqa: E402
 
 
 def make_wheel(

@@ -62,7 +62,6 @@ def wheels_file() -> Path:
     """
     import yaml
 
-    sys.path.insert(0, str(ROOT / "patches"))
     from sources import Project, machine, pip_download
 
     project = Project.load(ROOT)
