@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/patched")]
+sys.path.append(str(ROOT / "patches"))
 VOCABULARY = 151936
 CASES = {  # requests, drafted tokens of each, temperature
     "greedy, 64 x 2": (64, 2, 0.0),
