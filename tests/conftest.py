@@ -70,7 +70,9 @@ def tree_without(root, tmp_path_factory):
         archive = subprocess.run(["git", "-C", source, "archive", "HEAD"], check=True, capture_output=True)
         subprocess.run(["tar", "x", "-C", destination], check=True, input=archive.stdout)
         for compiled in source.rglob("*.so"):
-            (destination / compiled.relative_to(source)).symlink_to(compiled)
+            link = destination / compiled.relative_to(source)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(compiled)
         for patch in sorted((root / "patches" / framework).glob("*.patch"), reverse=True):
             if patch.stem.split("-")[-1] in names:
                 subprocess.run(["git", "apply", "-R", patch], check=True, cwd=destination)

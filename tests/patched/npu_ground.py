@@ -136,11 +136,12 @@ class Ground:
         self.process.communicate()
         self.directory.cleanup()
 
-    def run(self, function, *args, seconds: float = 120, **kwargs):
+    def run(self, function, *args, seconds: float = 240, **kwargs):
         """What ``function(*args, **kwargs)`` returns in a process with vllm-ascend, through JSON.
 
         Raises:
-            AssertionError: it raised (with its traceback and output), or did not return in ``seconds``.
+            AssertionError: it raised (with its traceback and output), or did not return in ``seconds``; then
+                the process is ended.
         """
         result, name = Path(self.directory.name, "result"), function.__name__
         result.unlink(missing_ok=True)
@@ -148,10 +149,12 @@ class Ground:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
-        select.select([self.process.stdout], [], [], seconds)[0] and self.process.stdout.readline()
-        error = f"no answer in {seconds} s"
-        if result.exists():
+        answered = select.select([self.process.stdout], [], [], seconds)[0] and self.process.stdout.readline()
+        if answered and result.exists():
             value, error = json.loads(result.read_text())
+        else:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            error = f"no answer in {seconds} s, or the process died"
         if error:
             raise AssertionError(f"{name}: ...{self.log.read_text()[-4000:]}\n{error}")
         return value

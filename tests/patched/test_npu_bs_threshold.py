@@ -54,7 +54,7 @@ def results(npu_ground, tmp_path_factory):
     configured = {"additional_config": {"bs_threshold_for_spec_decode": 3}}
     runs = {"plain": ({}, None), "always": (speculating("ngram"), None)}
     runs |= {"ngram": (speculating("ngram"), 3), "sam": (speculating("sam", **configured), None)}
-    return npu_ground.run(drafting, str(model), repeating(len(NEW_TOKENS)), runs, seconds=240)
+    return npu_ground.run(drafting, str(model), repeating(len(NEW_TOKENS)), runs)
 
 
 def test_without_a_threshold_full_batches_draft_too(results):

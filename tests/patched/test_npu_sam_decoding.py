@@ -96,7 +96,7 @@ def runs(npu_ground, model):
     """Greedy: six requests for four places, prompts cut in pieces, and too few blocks for four to grow."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 6}
     sampling = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
-    return npu_ground.run(engine_runs, str(model), repeating(6), METHODS, options, sampling, seconds=240)
+    return npu_ground.run(engine_runs, str(model), repeating(6), METHODS, options, sampling)
 
 
 @pytest.mark.parametrize("method", ["ngram", "sam"])
