@@ -270,6 +270,8 @@ class _Column:
 
     def fill(self) -> _Column:
         """Occupy idle ranks one by one: widen a ring, or give it one of several sequences of a ring."""
+        if self.sequences == 1:  # the common case where most sequences are long
+            self.rings = [(self.cp, self.rings[0][1])]
         while (free := self.cp - sum(size for size, _ in self.rings)) > 0:
             choices = []
             for i, (size, members) in enumerate(self.rings):

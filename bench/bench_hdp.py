@@ -5,7 +5,8 @@ Example:  python bench/bench_hdp.py            # about a minute; --quick takes f
 1. Calibration: the greedy packer shows the published gains, and plain CP8 -> CP4 the published ratio. The
    cost models are the frozen ones of ascend_rl/hdp.py; docs/hdp.md says how they were found.
 2. Four mixes of lengths, five ways to plan, against the lower bound.
-3. The planner's time on one core.
+3. How far the results depend on what the published figures leave open.
+4. The planner's time on one core.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -118,22 +119,24 @@ def karmarkar_karp(work: list[float], parts: int) -> list[list[int]]:
     return found + [[] for _ in range(parts - len(found))]
 
 
-def rings_of_all(mix: Mix, balance_dp: bool) -> float:
+def rings_of_all(mix: Mix, balance_dp: bool) -> tuple[float, float]:
     """verl: sequences to DP ranks by count (or balanced by work), then as many micro-batches as the tokens
-    need, balanced by work, slowest first; every sequence over the whole CP group. The cap may be exceeded."""
+    need, balanced by work, slowest first; every sequence over the whole CP group. Also
+    the fullest micro-batch, in caps: verl counts micro-batches by tokens but does not keep the cap."""
     work = 24576.0 * mix.lengths + mix.lengths.astype(float) ** 2
     if balance_dp:
         parts = [np.array(part) for part in karmarkar_karp(work.tolist(), mix.dp)]
     else:
         parts = np.array_split(np.arange(len(mix.lengths)), mix.dp)
     count = max(math.ceil(mix.lengths[part].sum() / (mix.cap * mix.cp)) for part in parts)
-    times = []
+    times, fullest = [], 0.0
     for part in parts:
         groups = karmarkar_karp(work[part].tolist(), count)
         chosen = [mix.lengths[part[group]].astype(float) for group in groups]
         seconds = [mix.model.seconds(c.sum(), (c**2).sum(), mix.cp) for c in chosen]
         times.append(sorted(seconds, reverse=True))
-    return float(np.max(times, axis=0).sum() + count * mix.model.micro_batch)
+        fullest = max(fullest, max(c.sum() for c in chosen) / (mix.cap * mix.cp))
+    return float(np.max(times, axis=0).sum() + count * mix.model.micro_batch), fullest
 
 
 def compare(all_mixes: dict[str, Mix], bars: list[Bar], data: dict) -> None:
@@ -143,10 +146,14 @@ def compare(all_mixes: dict[str, Mix], bars: list[Bar], data: dict) -> None:
     for name, mix in all_mixes.items():
         plain = plan(mix.lengths, mix.cp, mix.dp, mix.cap, mix.model, rings=False)
         ours = plan(mix.lengths, mix.cp, mix.dp, mix.cap, mix.model)
+        (verl, verl_caps), (kk, kk_caps) = rings_of_all(mix, False), rings_of_all(mix, True)
         times = {
-            "plain CP": plain.makespan, "verl": rings_of_all(mix, False), "KK DP": rings_of_all(mix, True),
-            "greedy": greedy(mix), "ours": ours.makespan,
-        }  # fmt: skip
+            "plain CP": plain.makespan,
+            "verl": verl,
+            "KK DP": kk,
+            "greedy": greedy(mix),
+            "ours": ours.makespan,
+        }
         sizes = {
             int(g): float(mix.lengths[ours.size == g].sum() / mix.lengths.sum()) for g in np.unique(ours.size)
         }
@@ -157,7 +164,10 @@ def compare(all_mixes: dict[str, Mix], bars: list[Bar], data: dict) -> None:
             "below 3000": float((mix.lengths < 3000).mean()),
         }  # fmt: skip
         row = " ".join(f"{v / ours.bound:>{7 + 2 * (k == 'plain CP')}.3f}" for k, v in times.items())
-        print(f"{name:<22} {row}   greedy {gain['greedy']:+.1%}, ours {gain['ours']:+.1%}")
+        print(
+            f"{name:<22} {row}   greedy {gain['greedy']:+.1%}, ours {gain['ours']:+.1%}; "
+            f"fullest micro-batch: verl {verl_caps:.2f}, KK DP {kk_caps:.2f} caps"
+        )
         over = ours.makespan / ours.bound - 1
         bars.append((f"{name}: ours over the lower bound", 100 * over, "%", "<= 3", over <= 0.03))
         bars.append((f"{name}: ours over plain CP", 100 * gain["ours"], "%", ">= 0", gain["ours"] >= 0))
@@ -185,6 +195,26 @@ def compare(all_mixes: dict[str, Mix], bars: list[Bar], data: dict) -> None:
             abs(ratio - 1.565) <= 0.05,
         )
     )
+
+
+# micro_batch, ring_step, ring_token with which the published figures come out nearly as well.
+OTHERS = [(0.0, 550.0, 0.02), (800.0, 550.0, 0.03), (1600.0, 600.0, 0.03), (2400.0, 600.0, 0.04)]
+
+
+def vary(mix: Mix, data: dict) -> None:
+    print("\nreasoning lengths with other constants")
+    for micro_batch, ring_step, ring_token in OTHERS:
+        model = replace(mix.model, micro_batch=micro_batch, ring_step=ring_step, ring_token=ring_token)
+        other = replace(mix, model=model)
+        plain = plan(mix.lengths, mix.cp, mix.dp, mix.cap, model, rings=False).makespan
+        cp8 = plan(mix.lengths, 8, 1, LONGEST // 8, model, rings=False).makespan / plain
+        ours = plain / plan(mix.lengths, mix.cp, mix.dp, mix.cap, model).makespan - 1
+        packed = plain / greedy(other) - 1
+        print(
+            f"micro_batch {micro_batch:4.0f}, ring_step {ring_step:.0f}, ring_token {ring_token:.2f}: "
+            f"CP8 / CP4 {cp8:.3f}, greedy {packed:+.1%}, ours {ours:+.1%}"
+        )
+        data.setdefault("other constants", []).append([vars(model), cp8, packed, ours])
 
 
 def time_planner(bars: list[Bar], data: dict) -> None:
@@ -241,6 +271,7 @@ def main() -> int:
     bars: list[Bar] = []
     data: dict = {"models": {"Qwen3-235B": vars(QWEN3_235B), "DeepSeek-V3": vars(DEEPSEEK_V3)}}
     compare(all_mixes, bars, data)
+    vary(all_mixes["reasoning, CP4"], data)
     time_planner(bars, data)
     draw_figure(all_mixes, data, RESULTS / "hdp.png")
     return finish("hdp", bars, quick=args.quick, **data)
