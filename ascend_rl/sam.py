@@ -561,6 +561,8 @@ class SamDrafter:
         self._memory = np.frombuffer(pages, dtype=np.int32)
         self._memory[[UNUSED, LIMIT, SHARING]] = first, chunks - first, share_groups
         self._memory[TABLE] = first * CHUNK - 2 * PLACES
+        # Touched now, not page by page in the first calls.
+        self._memory[self._memory[TABLE] : first * CHUNK] = 0
         # Odds before anything is counted, near those of mathematics and code.
         lengths = np.array([*range(LENGTH_CLASSES), *range(ORDERS + 1)])
         self._odds = np.stack([lengths / (lengths + 2.5), (lengths / (lengths + 2.5)) ** 0.5], axis=1).ravel()
