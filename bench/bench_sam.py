@@ -241,7 +241,7 @@ def read_corpora(gsm8k: Path, quick: bool) -> dict[str, Corpus]:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     solved = [json.loads(line) for line in open(gsm8k / "example_model_solutions.jsonl")][
-        : 30 if quick else 300
+        : 120 if quick else 300
     ]
     rows = [json.loads(line) for line in open(gsm8k / "train.jsonl")][:1500]
     library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:: 3 if quick else 1]
@@ -265,10 +265,10 @@ def read_corpora(gsm8k: Path, quick: bool) -> dict[str, Corpus]:
         ],
         "tiny RL, n 8": read_rollouts(ROOT / "bench" / "rollouts_tiny.jsonl.gz", 3 if quick else 24),
     }
-    budget = 12_288 if quick else 32_768
+    budget = 32_768
     for name, text in (("GSM8K", row), ("code", code[600_000:])):
         tokens = encode(text[: 8 * budget])[:budget]
-        for context in CONTEXTS[:2] if quick else CONTEXTS:
+        for context in CONTEXTS[::2] if quick else CONTEXTS:
             texts = [tokens[i : i + context] for i in range(0, len(tokens) - context + 1, context)]
             if texts:
                 corpora[f"{name}, {context // 1024}k"] = [(t[:START], [t[START:]]) for t in texts]
@@ -342,9 +342,9 @@ def peer(what: str, path: str) -> None:
         )
 
 
-def timed_texts(corpora: dict[str, Corpus], quick: bool) -> dict[str, np.ndarray]:
+def timed_texts(corpora: dict[str, Corpus]) -> dict[str, np.ndarray]:
     """Real text, text that never repeats, and the worst for an automaton: a long loop that ends."""
-    length = 8_192 if quick else 32_768
+    length = 32_768
     rng = np.random.default_rng(0)
     texts = {}
     for name in ("code", "GSM8K"):
@@ -398,7 +398,7 @@ def main() -> int:
 
     quick = arguments.quick
     corpora = read_corpora(arguments.gsm8k, quick)
-    lengths, runs = (LENGTHS[1:], 2) if quick else (LENGTHS, 4)
+    lengths, runs = (LENGTHS[1:], 2) if quick else (LENGTHS, 6)
     makers = {
         "ours": Ours,
         "ours, free": lambda k: Ours(k, free=True),
@@ -426,10 +426,10 @@ def main() -> int:
             cells = (tokens[f"{corpus}|{drafter}|{k}"] for drafter in drafters)
             print(f"{corpus:<16}" + "".join(f"{f'{t:.3f} / {d:.2f}':>14}" for t, d in cells))
 
-    texts = timed_texts(corpora, quick)
+    texts = timed_texts(corpora)
     times = {
         "ours": {name: step_times(lambda: Ours(8), text, runs) for name, text in texts.items()},
-        "arctic": in_peers("times", {"texts": texts, "runs": min(runs, 3)}),
+        "arctic": in_peers("times", {"texts": texts, "runs": 2}),
     }
     for name, make in (("n-gram of vLLM", NGram), ("dict automaton", DictAutomaton)):
         times[name] = {"code": step_times(lambda make=make: make(8), texts["code"], 1)}
