@@ -101,11 +101,10 @@ class SamProposer:
             self.drafter.end(request_id)
             del self.debts[request_id]
             self.drafted.discard(request_id)
+        rows = enumerate(zip(input_batch.req_ids, sampled_token_ids, strict=True))
         return [
             self._draft(request_id, row, len(sampled), input_batch, requests) if sampled else []
-            for row, (request_id, sampled) in enumerate(
-                zip(input_batch.req_ids, sampled_token_ids, strict=False)
-            )
+            for row, (request_id, sampled) in rows
         ]
 
     def _draft(self, request_id: str, row: int, sampled: int, input_batch, requests: dict) -> list[int]:
