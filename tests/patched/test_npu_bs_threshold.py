@@ -48,6 +48,12 @@ def speculating(method: str, **options) -> dict:
     return {"speculative_config": speculation, **options}
 
 
+def test_a_threshold_of_zero_is_refused(npu_ground, tiny):
+    runs = {"refused": (speculating("ngram"), 0)}
+    with pytest.raises(AssertionError, match="give a batch size from 1, or unset it"):
+        npu_ground.run(drafting, str(tiny / "model"), repeating(len(NEW_TOKENS)), runs)
+
+
 @pytest.fixture(scope="module")
 def results(npu_ground, tmp_path_factory):
     model = save_random_model(tmp_path_factory.mktemp("npu"))
@@ -72,9 +78,3 @@ def test_only_small_batches_draft(results, method):
 
 def test_the_output_is_that_of_plain_decoding(results):
     assert all(run["ids"] == results["plain"]["ids"] for run in results.values())
-
-
-def test_a_threshold_is_refused_for_a_drafter_that_would_miss_tokens(npu_ground, tiny):
-    runs = {"refused": (speculating("ngram"), 0)}
-    with pytest.raises(AssertionError, match="give a batch size from 1, or unset it"):
-        npu_ground.run(drafting, str(tiny / "model"), repeating(len(NEW_TOKENS)), runs)

@@ -12,9 +12,9 @@ DRAFT_TOKENS = 4
 NEW_TOKENS = 24
 LAYERS = 2
 METHODS = {
+    "sam": {"method": "sam", "num_speculative_tokens": DRAFT_TOKENS},
     "plain": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": DRAFT_TOKENS, "prompt_lookup_max": 3},
-    "sam": {"method": "sam", "num_speculative_tokens": DRAFT_TOKENS},
 }
 
 
