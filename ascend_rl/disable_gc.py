@@ -1,0 +1,71 @@
+"""Garbage collection between the steps of vLLM's engine, not inside them.
+
+Problem: Python collects when enough objects were allocated, which is in the middle of a decode step, while
+the device waits; a full collection of a large heap takes hundreds of milliseconds. Published for Qwen3
+rollouts: a decode forward of 137.64 ms on average, 135.19 without collection.
+Idea: a step runs with collection off. After it, Python collects what it finds due by its own rules: young
+generations at once (they hold what the last steps allocated), the whole heap only if that is also paid for by
+a share of the time that steps have taken, or long overdue.
+Invariants: no collection during a step; the collector is as before on every way out of it, exceptions and
+SystemExit included; where it was off already, nothing is done; full collections that are not overdue take at
+most ``SHARE`` of the time of steps, plus one. Cost: two calls a step, and the collections.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+SHARE = 0.02  # of the time of steps, for full collections
+OVERDUE = 10  # times the threshold of Python: then a full collection needs no payment, and memory is bounded
+NEVER = 1 << 30  # a threshold that no count reaches
+
+
+class Allocated:
+    """Allocating one lets Python collect what is due."""
+
+
+class Collector:
+    """Lets Python collect when it is called, between steps."""
+
+    def __init__(self) -> None:
+        self.credit_s = self.full_s = 0.0  # paid for full collections; what the last one took
+
+    def between_steps(self, step_s: float) -> None:
+        """Switch collection on, and collect what Python finds due; ``step_s``: what the step has taken."""
+        self.credit_s += SHARE * step_s
+        thresholds, fulls = gc.get_threshold(), gc.get_stats()[2]["collections"]
+        overdue = gc.get_count()[2] > OVERDUE * thresholds[2]
+        if self.credit_s < self.full_s and not overdue:
+            gc.set_threshold(*thresholds[:2], NEVER)
+        begin = time.perf_counter()
+        gc.enable()
+        Allocated()
+        gc.set_threshold(*thresholds)
+        if gc.get_stats()[2]["collections"] > fulls:
+            self.full_s = time.perf_counter() - begin
+            self.credit_s = min(self.credit_s - self.full_s, 0.0)
+
+
+def collect_between(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """The method ``step`` of an engine; with ROLLOUT_DISABLE_GC=1 collection is after it instead of in it."""
+
+    @functools.wraps(step)
+    def quiet(engine: Any) -> bool:
+        if os.environ.get("ROLLOUT_DISABLE_GC", "0") != "1" or not gc.isenabled():
+            return step(engine)
+        collector = engine.__dict__.setdefault("_collector", Collector())
+        begin = time.perf_counter()
+        gc.disable()
+        try:
+            executed = step(engine)
+            collector.between_steps(time.perf_counter() - begin)
+            return executed
+        finally:
+            gc.enable()
+
+    return quiet
