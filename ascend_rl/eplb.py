@@ -21,7 +21,9 @@ rank stays in its slot. Cost for P = R S slots: O(P S) a step of (2), O(P) to O(
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import queue
+import traceback
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -254,6 +256,49 @@ def rebalance_table(
     before, after = (rank_loads(load, placement).max(1) for placement in (table, new))
     ratio = np.divide(after, before, out=np.ones_like(after), where=before > 0)
     return bool((new != table).any()), np.argsort(ratio, kind="stable"), new
+
+
+# In vllm-ascend (patch eplb_policy).
+
+
+class VllmAscendPolicy:
+    """Type 4 of ``additional_config.eplb_policy_type``. The constructor compiles, in the worker's parent."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        table = np.array([[[0, 1], [1, 2]]])
+        rebalance_table(table, table)
+
+    def rebalance_experts(self, current_expert_table: Any, expert_workload: Any):
+        return rebalance_table(np.asarray(current_expert_table), np.asarray(expert_workload))
+
+
+class Failure(str):
+    """The traceback of a worker that has failed."""
+
+
+def failure() -> Failure:
+    """In an except clause: what the worker sends in place of a result."""
+    return Failure(traceback.format_exc())
+
+
+def answer(results: Any, worker: Any, poll_s: float = 1.0) -> Any:
+    """What the worker puts into the queue ``results``, whenever it does.
+
+    Raises:
+        RuntimeError: the worker has failed, or is gone without an answer.
+    """
+    while True:
+        gone = not worker.is_alive()  # before looking: its last words may be on the way
+        try:
+            result = results.get(timeout=poll_s)
+        except queue.Empty:
+            if gone:
+                raise RuntimeError(f"the EPLB worker is gone, exit code {worker.exitcode}") from None
+            continue
+        if isinstance(result, Failure):
+            raise RuntimeError(f"the EPLB worker failed:\n{result}")
+        return result
 
 
 def _checked_load(load: ArrayLike) -> np.ndarray:

@@ -1,0 +1,92 @@
+"""vllm-ascend's EPLB worker process with our policy: what it sends, and what becomes of its failures."""
+
+from __future__ import annotations
+
+import pytest
+
+LAYERS, RANKS, SLOTS, EXPERTS = 3, 4, 3, 8
+
+
+def updates(policy: int, action: str) -> dict:
+    """One update through the worker process and the updator of rank 0; ``action`` goes wrong on the way."""
+    import tempfile
+    from multiprocessing import Manager
+    from types import SimpleNamespace
+
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    from ascend_rl.eplb import ascend_expert_maps
+    from vllm_ascend.eplb.core.eplb_worker import EplbProcess
+    from vllm_ascend.eplb.eplb_updator import EplbUpdator
+
+    directory = tempfile.TemporaryDirectory()
+    dist.init_process_group("gloo", init_method=f"file://{directory.name}/store", rank=0, world_size=1)
+    table = np.tile((np.arange(RANKS)[:, None] * 2 + np.arange(SLOTS)) % EXPERTS, (LAYERS, 1, 1))
+    load = np.random.default_rng(0).integers(1, 1000, (LAYERS, RANKS, SLOTS))
+    with Manager() as manager:
+        shared = manager.dict()
+        eplb = EplbProcess(shared, policy)
+        process = eplb._launch_process()
+        if action != "no maps":
+            shared["expert_maps"] = torch.from_numpy(ascend_expert_maps(table, EXPERTS)).int()
+        shared["moe_load"] = torch.from_numpy(load)
+        config = SimpleNamespace(
+            expert_map_path=None, expert_map_record_path=None, num_iterations_eplb_update=1, gate_eplb=False,
+            num_wait_worker_iterations=1,
+        )  # fmt: skip
+        updator = EplbUpdator(config, None, eplb, process)
+        updator.cur_iterations = 1
+        try:
+            if action == "killed":
+                process.kill()
+            else:
+                updator.wakeup_eplb_worker()
+            updator.take_update_info_from_eplb_process()
+        except RuntimeError as error:
+            return {"error": str(error)}
+        finally:
+            process.kill()
+            process.join()
+            dist.destroy_process_group()
+        maps = np.asarray(shared["expert_maps"])
+        return {
+            "policy": type(eplb.worker.policy).__name__,
+            "table": table.tolist(),
+            "load": load.tolist(),
+            "maps": maps.tolist(),
+            "sent": [[maps_of_rank, log2phy] for _, _, maps_of_rank, log2phy, _ in updator.update_info_all],
+            "received": [receives for _, receives, *_ in updator.update_info_all],
+        }
+
+
+def test_the_worker_sends_our_placement(npu_ground):
+    import numpy as np
+
+    from ascend_rl.eplb import ascend_expert_maps, rebalance_table
+
+    done = npu_ground.run(updates, 4, "")
+    assert done["policy"] == "VllmAscendPolicy"
+    changed, _, new = rebalance_table(done["table"], done["load"])
+    maps = ascend_expert_maps(new, EXPERTS)
+    assert changed and done["maps"] == maps.tolist()  # the worker has taken back no layer
+    flat = new.reshape(LAYERS, -1)
+    for layer, (own_map, log2phy) in enumerate(done["sent"]):
+        assert own_map == maps[layer][0].tolist()
+        assert flat[layer][log2phy].tolist() == list(range(EXPERTS))
+        wanted = set(new[layer][0]) - set(np.array(done["table"])[layer][0])
+        assert {expert for _, expert in done["received"][layer]} == wanted
+        for source, expert in done["received"][layer]:
+            assert expert in done["table"][layer][source]
+
+
+def test_other_policies_are_there_as_before(npu_ground):
+    assert npu_ground.run(updates, 1, "")["policy"] == "DynamicEplb"
+
+
+@pytest.mark.parametrize(
+    "action, message", [("no maps", "Failed to get expert_maps"), ("killed", "exit code -9")]
+)
+def test_failures_surface(npu_ground, action, message):
+    assert message in npu_ground.run(updates, 4, action, seconds=60)["error"]
