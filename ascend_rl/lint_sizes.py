@@ -229,17 +229,17 @@ def _(s):
 @rule(
     "parallel.rollout_servers",
     "warning",
-    "rollout_rebalance and data_rebalance have several vLLM servers",
-    why="they choose between servers, not between the DP ranks of one: the switch does nothing",
-    fix="switch it off (ROLLOUT_REBALANCE_ENABLE=0), or make servers of fewer dies (TP x DP)",
+    "rollout_rebalance and data_rebalance have several vLLM engines",
+    why="they choose between servers and their DP engines: with one engine the switch does nothing. verl "
+    "hands data_parallel_size to vLLM only with expert_parallel_size above 1",
+    fix="switch it off (ROLLOUT_REBALANCE_ENABLE=0), or make engines of fewer dies (TP)",
 )
 def _(s):
+    size = s.rollout_tp * s.rollout_dp
+    engines = s.dies // size * (s.rollout_dp if s.number(f"{ROLLOUT}.expert_parallel_size") > 1 else 1)
     for switch in ("rollout_rebalance.enable", "data_rebalance"):
-        if s.get(f"{ROLLOUT}.{switch}") and s.dies <= s.rollout_tp * s.rollout_dp:
-            yield (
-                f"{ROLLOUT}.{switch}",
-                f"one server of TP {s.rollout_tp} x DP {s.rollout_dp} on {s.dies} dies",
-            )
+        if s.get(f"{ROLLOUT}.{switch}") and engines <= 1:
+            yield f"{ROLLOUT}.{switch}", f"one engine: TP {s.rollout_tp} x DP {s.rollout_dp}, {s.dies} dies"
 
 
 @rule(

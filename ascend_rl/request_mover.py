@@ -1,5 +1,8 @@
 """Moves unfinished requests between live rollout servers, as the planner of rollout_rebalance says.
 
+A server of which one AsyncLLM deals to several DP engines (large EP) appears as several servers, one for each
+engine: ``address#0``, ``address#1``, ... Whatever follows is the same for both.
+
 A rollout ends with its longest responses: some servers still decode many, others none. Every
 ``check_interval_s`` the mover asks each server which requests it holds, calls the planner and tells the
 sources which requests to give up, and where they go. A move is an abort that keeps tokens and log-probs; the
@@ -11,13 +14,14 @@ caller of the request then continues prompt + tokens on the target, which comput
 - A request moves only if all that its sampling depends on is its token ids so far (``STATELESS``).
 - The requests of a server that died start over elsewhere, from the tokens of their last move.
 
-One check costs one small message per server and O(n log n) for n requests. Nothing here imports verl, vLLM or
-Ray: servers and balancer are actor handles, the two mixins below are what they gain.
+One check costs one small message per server, for all its engines, and O(n log n) for n requests. Nothing here
+imports verl, vLLM or Ray: servers and balancer are actor handles, the two mixins below are what they gain.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import itertools
 import logging
@@ -25,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -96,33 +101,43 @@ def settings(rollout_config) -> RolloutRebalanceConfig | None:
 class MovableRequests:
     """What a vLLM server of verl gains; reads ``self.engine``, an AsyncLLM."""
 
-    async def rollout_state(self) -> dict[str, Any]:
-        """Unfinished requests, oldest first, and what fits.
+    async def dp_engines(self) -> int:
+        """Engines to which this server deals its requests, those on other nodes included."""
+        return self.engine.vllm_config.parallel_config.data_parallel_size
+
+    async def rollout_state(self) -> list[dict[str, Any]]:
+        """Of each engine: its unfinished requests, oldest first, and what fits.
 
         Returns:
-            ``{requests, kv_capacity_tokens, max_num_seqs, gears}``.
+            [engines] ``{requests, kv_capacity_tokens, max_num_seqs, gears}``.
 
         Raises:
-            RuntimeError: if the engine is dead.
+            RuntimeError: if an engine is dead.
         """
         if self.engine.errored:
-            raise RuntimeError("the engine of this server is dead")
-        config = self.engine.vllm_config
-        engines = config.parallel_config.data_parallel_size  # behind this server, which it deals requests to
-        graphs = config.compilation_config.cudagraph_capture_sizes or ()
-        return {
-            "requests": tuple(
-                Request(
+            raise RuntimeError("an engine of this server is dead")
+        config, engines = self.engine.vllm_config, await self.dp_engines()
+        blocks = config.cache_config.num_gpu_blocks // engines  # vLLM sums up those of all engines
+        states = [
+            {
+                "requests": [],
+                "kv_capacity_tokens": blocks * config.cache_config.block_size,
+                "max_num_seqs": config.scheduler_config.max_num_seqs,
+                "gears": tuple(config.compilation_config.cudagraph_capture_sizes or ()),
+            }
+            for _ in range(engines)
+        ]
+        client = self.engine.engine_core
+        index = {identity: k for k, identity in enumerate(client.core_engines)}
+        for name, state in self.engine.output_processor.request_states.items():
+            engine = index.get(client.reqs_in_flight.get(name)) if engines > 1 else 0
+            if engine is not None:  # else it has just ended, and its last output is on the way
+                states[engine]["requests"].append(Request(
                     id=name,
                     tokens=state.prompt_len + len(state.detokenizer.output_token_ids),
                     waiting=state.is_prefilling,  # no token yet: queued, or in a prefill, cheap to do again
-                )
-                for name, state in self.engine.output_processor.request_states.items()
-            ),
-            "kv_capacity_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
-            "max_num_seqs": config.scheduler_config.max_num_seqs * engines,
-            "gears": tuple(size * engines for size in graphs),
-        }
+                ))
+        return states
 
     async def give_up_requests(self, targets: Mapping[str, str]) -> list[str]:
         """Abort requests that are still here and may move; `take_target` gives each caller its target.
@@ -160,20 +175,84 @@ class MovableRouting:
         return self.acquire_server(request_id)
 
     def drop_server(self, server_id: str) -> int:
-        """Send no more requests to a dead server; returns how many servers are left."""
-        if len(self._inflight_requests) > 1:
-            self._inflight_requests.pop(server_id, None)
+        """Send no more requests to a dead server, whichever of its engines; returns how many are left."""
+        left = [id for id in self._inflight_requests if address_of(id) != address_of(server_id)]
+        if left:
+            self._inflight_requests = {id: self._inflight_requests[id] for id in left}
             for request_id, server in list(self._request_id_to_server.items()):
-                if server == server_id:
+                if server not in self._inflight_requests:
                     del self._request_id_to_server[request_id]
-            return len(self._inflight_requests)
-        return 0 if server_id in self._inflight_requests else 1
+        return len(left)
+
+
+# In the manager: DP engines as servers.
+
+
+class Engine:
+    """One of the DP engines behind a server, in place of the server's handle."""
+
+    def __init__(self, server: Any, index: int):
+        self.server, self.index = server, index
+
+    def __reduce__(self):
+        return Engine, (self.server, self.index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.server, name)
+
+    @property
+    def generate(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=functools.partial(self.server.generate.remote, engine=self.index))
+
+
+def server_of(handle: Any) -> Any:
+    """The server's handle behind that of a server or of one of its engines."""
+    return handle.server if isinstance(handle, Engine) else handle
+
+
+def address_of(id: str) -> str:
+    """The server behind the id of a server or of one of its engines.
+
+    >>> address_of("10.0.0.1:80#3"), address_of("10.0.0.1:80")
+    ('10.0.0.1:80', '10.0.0.1:80')
+    """
+    return id.partition("#")[0]
+
+
+def engine_ids(address: str, engines: int) -> list[str]:
+    return [f"{address}#{k}" for k in range(engines)] if engines > 1 else [address]
+
+
+def calls_at_once(rollout_config: Any, calls: int) -> int:
+    """How many calls Ray runs at a time in a server: with moves any number, else ``calls``, as verl has it.
+
+    verl's number is that of one engine. Requests beyond it wait in Ray: no engine has them, and the mover's
+    questions wait behind them.
+    """
+    rebalance = rollout_config.rollout_rebalance
+    return max(calls, 1 << 20) if rebalance and rebalance.enable else calls
+
+
+async def split_servers(manager: Any) -> None:
+    """Where requests move or are placed, let an AgentLoopManager see each DP engine as a server."""
+    config = manager.rollout_config
+    if config.name != "vllm" or not (settings(config) or config.get("data_rebalance")):
+        return
+    servers = list(zip(manager.server_addresses, manager.server_handles, strict=True))
+    counts = await asyncio.gather(*[server.dp_engines.remote() for _, server in servers])
+    engines = [
+        (id, server if count == 1 else Engine(server, k))
+        for (address, server), count in zip(servers, counts, strict=True)
+        for k, id in enumerate(engine_ids(address, count))
+    ]
+    manager.server_addresses, manager.server_handles = (list(part) for part in zip(*engines, strict=True))
 
 
 # At the caller: one request, however often it moves.
 
 
-async def generate(manager, request_id: str, prompt_ids: list[int], sampling_params: dict, **media) -> Any:
+async def generate(manager, request_id: str, prompt_ids: list[int], sampling_params: dict,
+                   actor_died: type[BaseException], **media) -> Any:
     """`AsyncLLMServerManager.generate` for requests that move; same arguments, same result.
 
     Args:
@@ -181,6 +260,7 @@ async def generate(manager, request_id: str, prompt_ids: list[int], sampling_par
         request_id: of the conversation; its turns go to one server as long as none of them moves.
         prompt_ids: [P] token ids.
         sampling_params: of verl's server.
+        actor_died: what a call of a server raises whose process is gone: ray.exceptions.RayActorError.
         media: image_data and video_data, or None.
     """
     movable = can_move(sampling_params) and not any(media.values())
@@ -209,7 +289,8 @@ async def generate(manager, request_id: str, prompt_ids: list[int], sampling_par
                 return output
             manager._release_server(server_id)
         except BaseException as error:
-            if not has_died(error) or not await manager._load_balancer.drop_server.remote(server_id):
+            gone = has_died(error, actor_died)
+            if not gone or not await manager._load_balancer.drop_server.remote(server_id):
                 manager._release_server(server_id)
                 raise
             logger.warning("rollout server %s died; request %s starts over elsewhere", server_id, name)
@@ -267,10 +348,14 @@ def joined(earlier, part):
     return part.model_copy(update=changes)
 
 
-def has_died(error: BaseException) -> bool:
-    """Whether an error of a remote call says that the server's Ray actor or its engine is gone."""
-    kinds = (*type(error).__mro__, type(getattr(error, "cause", None)))
-    return bool({"RayActorError", "EngineDeadError"} & {kind.__name__ for kind in kinds})
+def has_died(error: BaseException, actor_died: type[BaseException]) -> bool:
+    """Whether an error of a remote call says that the server's Ray actor or its engine is gone.
+
+    vLLM's error goes by its name: callers of other engines have no vLLM to import it from.
+    """
+    causes = (error, getattr(error, "cause", None))
+    names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
+    return any(isinstance(cause, actor_died) for cause in causes) or "EngineDeadError" in names
 
 
 # In the driver: which requests move.
@@ -280,14 +365,16 @@ class RequestMover:
     """Runs beside one rollout after the other and moves their requests.
 
     Args:
-        servers: handle by id, the id being the balancer's.
+        servers: handle by id, the ids being the balancer's, of servers or of engines.
         config: see `RolloutRebalanceConfig`.
         planner: (servers, gears) -> moves.
     """
 
     def __init__(self, servers: Mapping[str, Any], config: RolloutRebalanceConfig,
                  planner: Callable[[Sequence[Server], Sequence[int]], Iterable] = plan):
-        self.servers, self.config, self.planner = dict(servers), config, planner
+        # A server is asked once for all of its engines.
+        self.servers = {address_of(id): server_of(handle) for id, handle in servers.items()}
+        self.config, self.planner = config, planner
 
     async def __aenter__(self) -> RequestMover:
         self.counts: Counter = Counter(moves_waiting=0, moves_running=0, replayed_tokens=0, checks=0,
@@ -315,12 +402,16 @@ class RequestMover:
     async def check(self) -> None:
         """Ask the servers, plan, move."""
         states = await self._ask({id: (server.rollout_state,) for id, server in self.servers.items()})
+        engines = {
+            id: state for address, found in states.items()
+            for id, state in zip(engine_ids(address, len(found)), found, strict=True)
+        }  # fmt: skip
         servers = [
-            Server(id, state["requests"], state["kv_capacity_tokens"], state["max_num_seqs"])
-            for id, state in states.items()
+            Server(id, tuple(state["requests"]), state["kv_capacity_tokens"], state["max_num_seqs"])
+            for id, state in engines.items()
         ]
         most = max((server.max_num_seqs for server in servers), default=1)
-        captured = [gear for state in states.values() for gear in state["gears"]]
+        captured = [gear for state in engines.values() for gear in state["gears"]]
         gears = self.config.gears or captured or [2**i for i in range((most - 1).bit_length() + 1)]
         self._count(servers, gears)
         # A request on its way is nobody's yet: planning without it would fill its place twice.
@@ -330,7 +421,7 @@ class RequestMover:
             return
         by_source: dict[str, dict[str, str]] = {}
         for move in self.planner(servers, gears):
-            by_source.setdefault(move.source, {})[move.request] = move.target
+            by_source.setdefault(address_of(move.source), {})[move.request] = move.target
         gone = await self._ask({
             source: (self.servers[source].give_up_requests, targets) for source, targets in by_source.items()
         })

@@ -25,6 +25,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+from ascend_rl.request_mover import server_of
+
 PERIOD_S = 1.0
 TERMINAL = "ASCEND_RL_TERMINAL"  # set by ascend_rl.supervise, which passes the driver's output on to one
 
@@ -121,8 +123,10 @@ def shown(generate: Callable) -> Callable:
         if not (manager.rollout_config.get("use_tqdm") and manager.rollout_config.name == "vllm"):
             return await generate(manager, prompts)
 
+        servers = set(map(server_of, manager.server_handles))  # a server counts for all of its engines
+
         def ask(reset: bool = False) -> Awaitable:
-            return asyncio.gather(*[s.rollout_progress.remote(reset) for s in manager.server_handles])
+            return asyncio.gather(*[server.rollout_progress.remote(reset) for server in servers])
 
         await ask(reset=True)
         step = prompts.meta_info.get("global_steps", "")

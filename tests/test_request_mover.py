@@ -18,10 +18,12 @@ from ascend_rl.request_mover import (
     can_move,
     gather,
     generate,
+    has_died,
     joined,
     metrics,
     remaining,
     settings,
+    split_servers,
 )
 from ascend_rl.rollout_rebalance import Move
 
@@ -31,6 +33,10 @@ EOS = 0
 
 class EngineDeadError(Exception):
     """Named as vLLM's."""
+
+
+class RayActorError(Exception):
+    """In place of Ray's."""
 
 
 class Output(SimpleNamespace):
@@ -55,20 +61,22 @@ class Remote:
         return SimpleNamespace(remote=lambda *a, **k: asyncio.ensure_future(call(*a, **k)))
 
 
-class Engine(MovableRequests):
-    """A server that decodes one token per step for up to ``max_num_seqs`` requests, oldest first.
+class Server(MovableRequests):
+    """Each engine decodes one token per step for up to ``max_num_seqs`` requests, oldest first.
 
     A token depends on all tokens before it, or, with a seed, on the request's own random numbers.
     """
 
-    def __init__(self, max_num_seqs=4):
-        self.requests, self.aborted, self.steps, self.slots = {}, {}, 0, max_num_seqs
+    def __init__(self, engines=1, max_num_seqs=4):
+        self.requests, self.slots, self.steps = {}, max_num_seqs, 0
+        self.engine_core = self
+        self.core_engines, self.reqs_in_flight = [b"%d" % k for k in range(engines)], {}
         self.engine = self
         self.errored = False
         self.vllm_config = SimpleNamespace(
-            cache_config=SimpleNamespace(num_gpu_blocks=100, block_size=100),
+            cache_config=SimpleNamespace(num_gpu_blocks=100 * engines, block_size=100),
             scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
-            parallel_config=SimpleNamespace(data_parallel_size=1),
+            parallel_config=SimpleNamespace(data_parallel_size=engines),
             compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4]),
         )
 
@@ -86,6 +94,7 @@ class Engine(MovableRequests):
 
     def end(self, name, reason):
         request = self.requests.pop(name)
+        del self.reqs_in_flight[name]
         request.reason = reason
         request.ended.set()
 
@@ -94,7 +103,9 @@ class Engine(MovableRequests):
         for request in self.requests.values():
             request.ended.set()
 
-    async def generate(self, prompt_ids, sampling_params, request_id, image_data=None, video_data=None):
+    async def generate(self, prompt_ids, sampling_params, request_id, image_data=None, video_data=None,
+                       engine=None):
+        assert (engine is None) == (len(self.core_engines) == 1)
         if self.errored:
             raise EngineDeadError
         assert request_id not in self.requests
@@ -103,6 +114,7 @@ class Engine(MovableRequests):
                                   max_tokens=sampling_params["max_tokens"],
                                   min_tokens=sampling_params.get("min_tokens", 0))
         self.requests[request_id] = request
+        self.reqs_in_flight[request_id] = self.core_engines[engine or 0]
         await request.ended.wait()
         if self.errored:
             raise EngineDeadError
@@ -112,17 +124,20 @@ class Engine(MovableRequests):
     async def run(self):
         while not self.errored:
             await asyncio.sleep(1e-3)
-            first = True
-            for name, r in list(self.requests.items())[: self.slots]:
-                chain = random.Random(str(r.prompt + r.tokens))
-                token = r.noise.randrange(8) if r.noise else chain.randrange(40)
-                if token == EOS and len(r.tokens) < r.min_tokens:
-                    token = 1
-                r.tokens.append(token)
-                if token == EOS or len(r.tokens) == r.max_tokens:
-                    self.end(name, "completed")
-                self.steps += first
-                first = False
+            self.steps += bool(self.requests)
+            for identity in self.core_engines:
+                mine = [name for name in self.requests if self.reqs_in_flight[name] == identity]
+                for name in mine[: self.slots]:
+                    self.decode(name, self.requests[name])
+
+    def decode(self, name, r):
+        chain = random.Random(str(r.prompt + r.tokens))
+        token = r.noise.randrange(8) if r.noise else chain.randrange(40)
+        if token == EOS and len(r.tokens) < r.min_tokens:
+            token = 1
+        r.tokens.append(token)
+        if token == EOS or len(r.tokens) == r.max_tokens:
+            self.end(name, "completed")
 
 
 class Balancer(MovableRouting):
@@ -145,13 +160,22 @@ class Balancer(MovableRouting):
 
 
 class Rollout:
-    """Servers "a" and "b" and what a caller sees of them."""
+    """Servers "a" and "b" and what a caller sees of them.
 
-    def __init__(self, **config):
-        self.engines = {"a": Engine(), "b": Engine()}
-        self.balancer = Balancer(self.engines)
+    Args:
+        engines: DP engines behind each server.
+    """
+
+    def __init__(self, engines=(1, 1), **config):
+        self.engines = {name: Server(count) for name, count in zip("ab", engines, strict=False)}
+        manager = SimpleNamespace(
+            rollout_config=SimpleNamespace(name="vllm", get={"data_rebalance": True}.get),
+            server_addresses=list(self.engines), server_handles=list(map(Remote, self.engines.values())),
+        )  # fmt: skip
+        asyncio.run(split_servers(manager))
+        self._server_id_to_handle = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+        self.balancer = Balancer(self._server_id_to_handle)
         self._load_balancer = Remote(self.balancer)
-        self._server_id_to_handle = {name: Remote(engine) for name, engine in self.engines.items()}
         self.config = SimpleNamespace(rollout=CONFIG, get=lambda key: None)
         self.rebalance = RolloutRebalanceConfig(True, **{"check_interval_s": 2e-3} | config)
 
@@ -170,9 +194,10 @@ class Rollout:
             running += [asyncio.create_task(beside(self))] if beside else []
             async with RequestMover(self._server_id_to_handle, self.rebalance, planner) as mover:
                 self.mover = mover
-                outputs = await asyncio.wait_for(asyncio.gather(
-                    *(generate(self, str(i), prompt, params) for i, (prompt, params) in enumerate(requests))
-                ), 30)
+                outputs = await asyncio.wait_for(asyncio.gather(*(
+                    generate(self, str(i), prompt, params, RayActorError)
+                    for i, (prompt, params) in enumerate(requests)
+                )), 30)
             for task in running:
                 task.cancel()
             return outputs
@@ -191,7 +216,8 @@ def somewhere(seed):
 
     def planner(servers, gears):
         held = [(request.id, server.id) for server in servers for request in server.requests]
-        return [Move(name, source, "ab"[source == "a"]) for name, source in held if rng.random() < 0.3]
+        others = {server.id: [other.id for other in servers if other is not server] for server in servers}
+        return [Move(name, id, rng.choice(others[id])) for name, id in held if rng.random() < 0.3]
 
     return planner
 
@@ -204,10 +230,11 @@ def some_requests(seed, count=24, **params):
 @pytest.mark.parametrize(
     "params", [{}, {"max_tokens": 30}, {"max_new_tokens": 30}, {"min_tokens": 25}], ids=str
 )
-@pytest.mark.parametrize("seed", range(2))
-def test_moved_requests_end_as_if_they_had_stayed(seed, params):
+@pytest.mark.parametrize("engines", [(1, 1), (2,), (1, 3)], ids=str)
+def test_moved_requests_end_as_if_they_had_stayed(engines, params):
+    seed = len(engines)
     requests = some_requests(seed, **params)
-    stayed, moved = Rollout(), Rollout()
+    stayed, moved = Rollout(), Rollout(engines)
     expected, found = stayed.run(requests), moved.run(requests, somewhere(seed))
     assert [(o.token_ids, o.log_probs, o.stop_reason) for o in found] == [
         (o.token_ids, o.log_probs, "completed") for o in expected
@@ -237,12 +264,13 @@ def test_a_moved_request_takes_new_random_numbers():
     assert remaining({"seed": 3, "max_tokens": 9}, 0)["seed"] == 3
 
 
-def test_planner_and_mover_together_shorten_a_skewed_rollout():
-    """The real planner; every other request is long, so that one server gets all long ones."""
+@pytest.mark.parametrize("engines", [(1, 1), (2,)], ids=str)
+def test_planner_and_mover_together_shorten_a_skewed_rollout(engines):
+    """The real planner; every other request is long, so that one server or engine gets all long ones."""
     requests = [([7, i], {"min_tokens": n, "max_tokens": n}) for i, n in enumerate([60, 4] * 8)]
     from ascend_rl.rollout_rebalance import plan
 
-    stayed, moved = Rollout(), Rollout()
+    stayed, moved = Rollout(engines), Rollout(engines)
     expected, found = stayed.run(requests), moved.run(requests, plan)
     assert [(o.token_ids, o.log_probs) for o in found] == [(o.token_ids, o.log_probs) for o in expected]
     steps = [max(engine.steps for engine in rollout.engines.values()) for rollout in (stayed, moved)]
@@ -264,18 +292,29 @@ def test_requests_that_may_not_move_stay():
 
 
 @pytest.mark.parametrize("move", [False, True])
-def test_a_dying_server_gives_its_requests_to_the_others(move):
+@pytest.mark.parametrize("engines", [(1, 1), (3, 1)], ids=str)
+def test_a_dying_server_gives_its_requests_to_the_others(engines, move):
     async def die(rollout):
         while rollout.engines["a"].steps < 15:
             await asyncio.sleep(1e-3)
         rollout.engines["a"].die()
 
     requests = some_requests(3, min_tokens=20)
-    rollout = Rollout()
+    rollout = Rollout(engines)
     found = rollout.run(requests, somewhere(1) if move else lambda *_: [], beside=die)
     assert rollout.engines["a"].requests and rollout.balancer._inflight_requests.keys() == {"b"}
     assert [o.token_ids for o in found] == [o.token_ids for o in Rollout().run(requests)]
     assert rollout.metrics["unanswered"] > 0
+
+
+def test_a_death_is_known_by_the_type_of_the_actors_and_the_name_of_the_engines_error():
+    task_error = type("RayTaskError", (Exception,), {"cause": None})
+    wrapped, other = task_error(), task_error()
+    wrapped.cause, other.cause = EngineDeadError(), ValueError()
+    deaths = [RayActorError(), type("ActorDiedError", (RayActorError,), {})(), EngineDeadError(), wrapped]
+    assert all(has_died(error, RayActorError) for error in deaths)
+    same_name = type("RayActorError", (Exception,), {})()
+    assert not any(has_died(error, RayActorError) for error in (other, ValueError(), same_name))
 
 
 def test_without_any_server_left_the_error_comes_through():

@@ -1,8 +1,9 @@
-"""Two real vLLM servers of verl behind its agent loop, without a trainer, for test_rollout_rebalance.py."""
+"""Real vLLM servers of verl behind its agent loop, without a trainer, for test_rollout_rebalance.py."""
 
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import ray
 import torch
 import yaml
 from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 
+from ascend_rl.request_mover import server_of
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.protocol import DataProto
@@ -26,27 +29,36 @@ class GivenSampling(SingleTurnAgentLoop):
         return await super().run(sampling_params | sampling, **kwargs)
 
 
-class TwoServers(AgentLoopManager):
-    """The manager, with servers that have no training workers beside them."""
+class Servers(AgentLoopManager):
+    """The manager, with servers that have no training workers beside them.
+
+    The first has one engine; the second is what verl launches for large EP: two engines, which share the
+    experts and step together.
+    """
 
     async def _initialize_llm_servers(self):
         self.rollout_replicas = []
         server = ray.remote(vLLMHttpServer).options(max_concurrency=1000)
         self.server_handles = [
             server.remote(
-                config=self.rollout_config, model_config=self.model_config, workers=[], replica_rank=rank,
-                rollout_mode=RolloutMode.STANDALONE, node_rank=0, gpus_per_node=1, nnodes=1,
+                config=OmegaConf.merge(
+                    self.rollout_config, {"data_parallel_size": engines, "expert_parallel_size": engines}
+                ),
+                model_config=self.model_config, workers=[None] * engines, replica_rank=rank,
+                rollout_mode=RolloutMode.STANDALONE, node_rank=0, gpus_per_node=engines, nnodes=1,
                 cuda_visible_devices="",
             )
-            for rank in range(2)
+            for rank, engines in enumerate((1, 2))
         ]
         await asyncio.gather(*(server.launch_server.remote() for server in self.server_handles))
         addresses = await asyncio.gather(*(s.get_server_address.remote() for s in self.server_handles))
         self.server_addresses = [f"{host}:{port}" for host, port in addresses]
 
     async def on_servers(self, function) -> list:
-        """Results of function(server), run in the servers."""
-        return await asyncio.gather(*(s.__ray_call__.remote(function) for s in self.server_handles))
+        """Results of function(server) of each engine, run in the servers."""
+        servers = dict.fromkeys(map(server_of, self.server_handles))
+        found = await asyncio.gather(*(server.__ray_call__.remote(function) for server in servers))
+        return list(chain.from_iterable(found))
 
 
 def configuration(model: Path, directory: Path, *overrides: str):
@@ -79,20 +91,22 @@ def batch(sampling: list[dict]) -> DataProto:
     return DataProto.from_dict(tensors={"unused": torch.zeros(len(sampling), 1)}, non_tensors=arrays)
 
 
-def steps_done(server: vLLMHttpServer) -> int:
-    """Engine steps with output since the first call."""
-    processor = server.engine.output_processor
-    if not hasattr(processor, "steps_done"):
-        processor.steps_done, process_outputs = 0, processor.process_outputs
+def steps_done(server: vLLMHttpServer) -> list[int]:
+    """Steps with output of each engine, since the first call."""
+    client = server.engine.engine_core
+    if not hasattr(client, "steps_done"):
+        client.steps_done, get_output = [0] * len(client.core_engines), client.get_output_async
 
-        def counted(outputs, *args):
-            processor.steps_done += len(outputs) > 0
-            return process_outputs(outputs, *args)
+        async def counted():
+            outputs = await get_output()
+            client.steps_done[outputs.engine_index] += len(outputs.outputs) > 0
+            return outputs
 
-        processor.process_outputs = counted
-    return processor.steps_done
+        client.get_output_async = counted
+    return client.steps_done
 
 
-def engine_pid(server: vLLMHttpServer) -> int:
-    (engine,) = [c for c in psutil.Process().children(recursive=True) if "EngineCor" in c.name()]
-    return engine.pid
+def engine_pids(server: vLLMHttpServer) -> list[int]:
+    engines = [c for c in psutil.Process().children(recursive=True) if "EngineCor" in c.name()]
+    assert len(engines) == len(server.engine.engine_core.core_engines)
+    return [engine.pid for engine in engines]

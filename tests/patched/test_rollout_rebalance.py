@@ -1,4 +1,4 @@
-"""Requests move between two real vLLM servers of verl: same responses, honest log-probs, sooner done."""
+"""Requests move between real vLLM servers of verl and the DP engines of one: same responses, sooner done."""
 
 from __future__ import annotations
 
@@ -24,39 +24,59 @@ def greedy(*lengths: int) -> list[dict]:
     return [{"temperature": 0.0, "ignore_eos": True, "max_tokens": length} for length in lengths]
 
 
-# The balancer deals in turn, so that one server gets all long ones: twice as many as run at a time.
-SKEWED = greedy(*[200, 10] * 8)
+# The balancer deals in turn to the engine of the first server and the two of the second, so that one of these
+# gets all long ones: twice as many as run at a time.
+SKEWED = greedy(*[10, 200, 10] * 8)
 
 
 def test_off_by_default_and_two_ways_to_switch_it_on(tmp_path, monkeypatch):
     from live_servers import configuration
 
     from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+
+    def rollout_config(*overrides):
+        config = configuration(tmp_path, tmp_path, *overrides)
+        return omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
 
     def given(*overrides):
-        rollout = configuration(tmp_path, tmp_path, *overrides).actor_rollout_ref.rollout
-        return omega_conf_to_dataclass(rollout).rollout_rebalance
+        return rollout_config(*overrides).rollout_rebalance
+
+    def calls_at_once(*overrides):
+        return vLLMReplica.max_concurrency.fget(SimpleNamespace(config=rollout_config(*overrides)))
 
     monkeypatch.delenv("ROLLOUT_REBALANCE_ENABLE", raising=False)
     assert not given().enable
     assert list(given(f"{KEY}.enable=True", f"{KEY}.gears=[1,2,4]").gears) == [1, 2, 4]
     monkeypatch.setenv("ROLLOUT_REBALANCE_ENABLE", "1")
     assert given().enable and not given(f"{KEY}.enable=False").enable
+    assert calls_at_once(f"{KEY}.enable=False") == 1000 and calls_at_once() > 128 * 256
 
 
 @pytest.fixture(scope="module")
-def manager(tiny, tmp_path_factory):
-    """verl's AgentLoopManager over two servers that can move requests; nobody asks them to, yet."""
+def checkpoint(tmp_path_factory) -> Path:
+    """A random Qwen3-MoE."""
+    from ascend_rl.tiny import make_model, make_tokenizer
+
+    path, tokenizer = tmp_path_factory.mktemp("moe"), make_tokenizer()
+    tokenizer.save_pretrained(path)
+    make_model(tokenizer, seed=0, moe=True).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def manager(checkpoint, tmp_path_factory):
+    """verl's AgentLoopManager over servers that can move requests; nobody asks them to, yet."""
     import ray
-    from live_servers import TwoServers, configuration
+    from live_servers import Servers, configuration
 
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # the servers' processes import live_servers too
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    config = configuration(tiny / "model", tmp_path_factory.mktemp("servers"),
+    config = configuration(checkpoint, tmp_path_factory.mktemp("servers"),
                            f"{KEY}.enable=True", f"{KEY}.check_interval_s=0.03")
-    manager = TwoServers.create(config)
+    manager = Servers.create(config)
     manager.rollout_config.rollout_rebalance.enable = False  # here, in the driver
     yield manager
     ray.shutdown()
@@ -108,11 +128,11 @@ def same(found, expected) -> float:
 
 
 @pytest.fixture(scope="module")
-def model(tiny):
+def model(checkpoint):
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
     def worst_error(responses) -> float:
         """Of a log-prob, against Hugging Face."""
@@ -145,8 +165,25 @@ def test_a_skewed_rollout_ends_sooner_with_the_same_responses(manager, unmoved, 
     assert max(difference, error) < 2e-5
 
 
+def test_requests_move_between_the_engines_of_one_server(manager, unmoved, model):
+    """As where one large-EP server spans all dies: the mover knows no other."""
+    ids, handles = manager.server_addresses, manager.server_handles
+    assert [id.partition("#")[2] for id in ids] == ["", "0", "1"]
+    manager.server_addresses, manager.server_handles = ids[1:], handles[1:]
+    try:
+        found = moved(manager, SKEWED)
+    finally:
+        manager.server_addresses, manager.server_handles = ids, handles
+    difference, error = same(found, unmoved), model(found.responses)
+    print(f"\nengine steps {unmoved.steps} -> {found.steps}; log-probs differ by {difference:.1e}, from "
+          f"Hugging Face by {error:.1e}; {found.did}")
+    assert found.did["moves_waiting"] > 0 == found.did["failed"]
+    assert found.steps <= 0.75 * unmoved.steps
+    assert max(difference, error) < 2e-5
+
+
 def test_running_requests_move_into_a_smaller_graph(manager, model):
-    sampling = greedy(*[200, 5] * 4)
+    sampling = greedy(*[5, 200, 5] * 4)
     expected, found = rollout(manager, sampling), moved(manager, sampling)
     difference = same(found, expected)
     print(f"\nlog-probs differ by {difference:.1e}; {found.did}")
@@ -160,10 +197,12 @@ def test_sampled_responses_keep_their_distribution(manager):
     rng, vocabulary = random.Random(0), 32
     common = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40}
 
+    ids = manager.server_addresses
+
     def somewhere(servers, gears):
         held = [(request.id, server.id) for server in servers for request in server.requests]
-        other = dict(zip(manager.server_addresses, reversed(manager.server_addresses), strict=True))
-        return [Move(name, source, other[source]) for name, source in held if rng.random() < 0.3]
+        others = {id: [other for other in ids if other != id] for id in ids}
+        return [Move(name, id, rng.choice(others[id])) for name, id in held if rng.random() < 0.3]
 
     handles = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
     mover = RequestMover(handles, RolloutRebalanceConfig(True, check_interval_s=0.02), somewhere)
@@ -183,39 +222,44 @@ def test_sampled_responses_keep_their_distribution(manager):
 
 @pytest.fixture(scope="module")
 def engines(manager) -> list[int]:
-    """Process ids of the two engines."""
-    from live_servers import engine_pid
+    """Process ids, those of the second server last."""
+    from live_servers import engine_pids
 
-    return asyncio.run(manager.on_servers(engine_pid))
+    return asyncio.run(manager.on_servers(engine_pids))
 
 
 def test_a_server_that_stalls_is_relieved(manager, unmoved, engines):
     async def stall():
         await asyncio.sleep(0.1)
-        os.kill(engines[0], signal.SIGSTOP)
+        os.kill(engines[1], signal.SIGSTOP)
         await asyncio.sleep(1.5)
-        os.kill(engines[0], signal.SIGCONT)
+        os.kill(engines[1], signal.SIGCONT)
 
     found = moved(manager, SKEWED, beside=stall)
     assert same(found, unmoved) < 2e-5
     assert found.did["moves_running"] > 0 == found.did["failed"]
 
 
-def kill(pid: int):
+def test_the_requests_of_a_killed_server_end_on_the_other(manager, unmoved, engines):
+    """vLLM ends all engines of a server with the first."""
+
     async def soon():
         await asyncio.sleep(0.2)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(engines[1], signal.SIGKILL)
 
-    return soon
-
-
-def test_the_requests_of_a_killed_server_end_on_the_other(manager, unmoved, engines):
-    found = moved(manager, SKEWED, beside=kill(engines[0]))
+    found = moved(manager, SKEWED, beside=soon)
     assert same(found, unmoved) < 2e-5 and found.did["unanswered"] > 0
     assert same(moved(manager, SKEWED[:4]), rollout(manager, SKEWED[:4])) < 2e-5  # the next rollout works
 
 
-def test_without_any_server_the_rollout_fails_at_once(manager, unmoved, engines):
+def test_without_any_server_the_rollout_fails_at_once(manager, unmoved):
+    """Here the server's own process dies: Ray's error, not vLLM's."""
+    import ray
+
+    async def soon():
+        await asyncio.sleep(0.2)
+        ray.kill(manager.server_handles[0])
+
     with pytest.raises(Exception) as caught:
-        moved(manager, SKEWED, beside=kill(engines[1]))
-    assert has_died(caught.value), caught.value
+        moved(manager, SKEWED, beside=soon)
+    assert has_died(caught.value, ray.exceptions.RayActorError), caught.value

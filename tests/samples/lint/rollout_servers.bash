@@ -1,6 +1,6 @@
 # finds: parallel.rollout_servers
-# Requests move between servers, and here is one over all 8 dies.
-. "$(dirname "$0")/fsdp.bash"
+# Requests move between engines. The one server here has four, but for verl only with expert parallelism.
+. "$(dirname "$0")/megatron.bash"
 export ROLLOUT_REBALANCE_ENABLE=1
-SET[$rollout.tensor_model_parallel_size]=8 #-
+SET[$rollout.expert_parallel_size]=1 #-
 run "$@"
