@@ -89,6 +89,25 @@ def earlier(batch: Batch) -> np.ndarray:
     return predict(batch.group.tolist(), dict(enumerate(batch.earlier)))
 
 
+def fewer_at_a_time(batch: Batch, cluster: Cluster) -> Cluster:
+    """max_num_seqs as the graph size with which the last epoch would have ended first, by simulation.
+
+    The odd ones of a prompt's earlier responses predict, the even ones are what comes: whoever looks at
+    lengths that were part of the prediction trusts it too much. With one earlier response all may run.
+    What waits, longest first, fills the places of what has ended: ranks stay level, and graphs full, without
+    moving anything that has begun.
+    """
+    if min(map(len, batch.earlier)) < 2:
+        return cluster
+    rng = np.random.default_rng(0)
+    came = np.array([rng.choice(batch.earlier[group][::2]) for group in batch.group])
+    last = replace(batch, response=np.maximum(1, np.rint(came)).astype(np.int64))
+    seen = {group: lengths[1::2] for group, lengths in enumerate(batch.earlier)}
+    placed = place(batch.group.tolist(), cluster.ranks, predict(batch.group.tolist(), seen))
+    clusters = [replace(cluster, max_num_seqs=gear) for gear in cluster.gears if gear <= cluster.max_num_seqs]
+    return min(clusters, key=lambda one: simulate(last, one, placed.rank, placed.order).makespan_s)
+
+
 # Policies that move requests.
 
 
@@ -236,6 +255,31 @@ def seer(batch: Batch) -> Callable[[Simulation], None]:
     return policy
 
 
+class Siblings(Ours):
+    """Ours by replay; first it sorts each queue by the siblings that have ended in this step, longest first.
+
+    Where none has ended, they take longer than the longest so far, by half where nothing else is known.
+    """
+
+    def __init__(self, batch: Batch, predicted: np.ndarray | None):
+        super().__init__(carry_kv=False)
+        self.batch, self.predicted = batch, predicted
+
+    def __call__(self, simulation: Simulation) -> None:
+        group, count = self.batch.group, len(self.batch.earlier)
+        ended = simulation.state == DONE
+        number = np.bincount(group[ended], minlength=count)
+        total = np.bincount(group[ended], self.batch.response[ended], count)
+        longest = np.zeros(count)
+        np.maximum.at(longest, group, simulation.done)
+        still = 1.5 * longest[group] if self.predicted is None else np.maximum(self.predicted, longest[group])
+        expected = np.where(number[group] > 0, (total / np.maximum(number, 1))[group], still)
+        for rank in range(simulation.cluster.ranks):
+            queue = simulation.waiting(rank)
+            queue[:] = queue[np.argsort(-expected[queue], kind="stable")]
+        super().__call__(simulation)
+
+
 def run(name: str, batch: Batch, cluster: Cluster, trace: bool = False) -> Result:
     """A policy by name."""
     ranks = cluster.ranks
@@ -256,6 +300,8 @@ def run(name: str, batch: Batch, cluster: Cluster, trace: bool = False) -> Resul
         nowhere = np.full(len(groups), -1)
         return simulate(batch, cluster, nowhere, policy=seer(batch), interval=64, trace=trace)
     known = {"nothing known": None, "earlier lengths": earlier(batch), "oracle": batch.response.astype(float)}
+    name, fewer, _ = name.partition(FEWER)
+    cluster = fewer_at_a_time(batch, cluster) if fewer else cluster
     which, _, mover = name.removeprefix("ours: ").removeprefix("LPT, ").partition(" + ")
     placed = place(groups, ranks, known[which])
     if not mover:
@@ -263,12 +309,14 @@ def run(name: str, batch: Batch, cluster: Cluster, trace: bool = False) -> Resul
     return simulate(batch, cluster, placed.rank, placed.order, Ours(mover == "KV"), LOOK_STEPS, LEVELS, trace)
 
 
+FEWER = ", fewer at a time"
 PLACEMENTS = [
     "adjacent",
     "verl 0.7.1",
     "interleaved",
     "ours: nothing known",
     "ours: earlier lengths",
+    "ours: earlier lengths" + FEWER,
     "LPT, oracle",
 ]
 MOVERS = [
@@ -280,6 +328,8 @@ MOVERS = [
     "ours: nothing known + KV",
     "ours: earlier lengths + replay",
     "ours: earlier lengths + KV",
+    "ours: earlier lengths + replay" + FEWER,
+    "ours: earlier lengths + KV" + FEWER,
 ]
 
 
@@ -473,10 +523,10 @@ def compare(make: dict[str, Callable[[int], Batch]], seeds: int, bars: list, dat
                 f"{row['idle']:7.2f} {row['moves']:6.0f} {row['gb']:6.1f} "
                 f"{max(0, row['prefilled_tokens'] - prompts):9.0f} {row['bound']:10.1f}"
             )
-        for name in ("ours: nothing known", "ours: earlier lengths"):
+        for name in ("ours: nothing known", "ours: earlier lengths", "ours: earlier lengths" + FEWER):
             best = min(rows["verl 0.7.1"]["seconds"], rows["interleaved"]["seconds"])
             worse[model, name] = 100 * (rows[name]["seconds"] / best - 1)
-        for name in MOVERS[-4:]:
+        for name in (name for name in MOVERS if name.startswith("ours")):
             best = min(rows["two-phase, adjacent"]["seconds"], rows["two-phase, interleaved"]["seconds"])
             more = rows[name]["seconds"] - best
             slower[model, name] = 100 * more / best if abs(more) > STEP_S else 0.0
@@ -492,7 +542,7 @@ def compare(make: dict[str, Callable[[int], Batch]], seeds: int, bars: list, dat
         )
     )
     for mover in ("KV", "replay"):
-        most = max(value for (_, name), value in slower.items() if name.endswith(mover))
+        most = max(value for (_, name), value in slower.items() if f"+ {mover}" in name)
         bars.append(
             (
                 f"moves by {mover}: longer than the better two-phase row, worst of 5 models",
@@ -502,15 +552,15 @@ def compare(make: dict[str, Callable[[int], Batch]], seeds: int, bars: list, dat
                 most <= 0,
             )
         )
+        for how in ("", FEWER):
+            for where in ("adjacent", "interleaved"):
+                mine, theirs = rows[f"ours: earlier lengths + {mover}{how}"], rows[f"two-phase, {where}"]
+                less = 100 * (1 - mine["seconds"] / theirs["seconds"])
+                print(f"   published, moves by {mover}{how}: {less:.1f}% shorter than two-phase, {where}")
+                if where == "adjacent" and how:  # as published: verl's placement, 10213 -> 6102 s
+                    name = f"published, moves by {mover}{how}: shorter than two-phase"
+                    bars.append((name, less, "%", ">= 8", less >= 8))
         mine = rows[f"ours: earlier lengths + {mover}"]
-        # The 8% and 95% are for equal means: the published policy moves KV. Replay is shown beside.
-        for where in ("adjacent", "interleaved"):
-            less = 100 * (1 - mine["seconds"] / rows[f"two-phase, {where}"]["seconds"])
-            if mover == "KV" and where == "adjacent":  # as published: verl's placement, 10213 -> 6102 s
-                bars.append(
-                    (f"published, moves by {mover}: shorter than two-phase", less, "%", ">= 8", less >= 8)
-                )
-            print(f"   published, moves by {mover}: {less:.1f}% shorter than two-phase, {where}")
         bars.append(
             (
                 f"published, moves by {mover}: of the lower bound",
@@ -548,6 +598,26 @@ def trade_offs(seeds: int, data: dict) -> None:
                 f"   prompts of {prompt:4} tokens, {together:2} together: {row[0]:9.0f} {row[1]:7.0f} s, "
                 f"idle {row[2]:5.2f}%"
             )
+    print("\n   Replay, queues sorted by siblings that have ended in this step: seconds without, with")
+    data["siblings"] = {}
+    for places in (128, 96, 64):
+        few = replace(QWEN, max_num_seqs=places)
+        batches = [draw_lengths(256, 16, seed) for seed in range(seeds)]
+        published = mean(run("two-phase, interleaved", batch, few).makespan_s for batch in batches)
+        data["siblings"][f"{places} places, two-phase, interleaved"] = [published]
+        print(f"   {places} places, two-phase, interleaved: {published:.0f} s")
+        for known in (False, True):
+            seconds = []
+            for batch in batches:
+                predicted = earlier(batch) if known else None
+                placed = place(batch.group.tolist(), 32, predicted)
+                seconds.append([
+                    simulate(batch, few, placed.rank, placed.order, policy, LOOK_STEPS).makespan_s
+                    for policy in (Ours(carry_kv=False), Siblings(batch, predicted))
+                ])  # fmt: skip
+            row = np.mean(seconds, axis=0).tolist()
+            data["siblings"][f"{places} places, {'earlier lengths' if known else 'nothing known'}"] = row
+            print(f"   {list(data['siblings'])[-1]:<32} {row[0]:6.0f} {row[1]:6.0f} s")
     cluster = replace(QWEN, lockstep=False, max_num_seqs=32, kv_capacity_tokens=300_000)
     print("\n   32 servers with their own clocks, 32 places and 300K tokens of KV each: requests queue")
     data["independent"] = {}

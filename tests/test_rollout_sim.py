@@ -263,5 +263,7 @@ def test_every_policy_of_the_benchmark_ends_with_all_tokens(root: Path):
             result = bench.run(name, batch, cluster)
             assert result.decoded_tokens == batch.response.sum(), name
             floor[name, cluster.lockstep] = result.makespan_s
-            assert result.makespan_s >= lower_bound(batch, cluster), name
+            # The floor of the gears is none for requests that wait so that others fill a graph.
+            limits = bench.fewer_at_a_time(batch, cluster) if bench.FEWER in name else cluster
+            assert result.makespan_s >= lower_bound(batch, limits), name
     assert floor["LPT, oracle", True] < floor["adjacent", True]
