@@ -379,7 +379,8 @@ def test_no_second_plan_before_the_first_has_happened():
         return somewhere(len(waited))(servers, gears)
 
     rollout.run([([1, i], {"min_tokens": 60, "max_tokens": 60}) for i in range(4)], planner)
-    assert len(waited) > 3 and set(waited) <= {4, 0}
+    seen = waited[waited.index(4):]
+    assert len(seen) > 3 and seen == sorted(seen, reverse=True)  # fewer only when one has ended
 
 
 def test_routed_experts_of_both_stays():
