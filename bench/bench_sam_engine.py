@@ -1,0 +1,204 @@
+"""Suffix-automaton drafts in vLLM's CPU engine: steps and tokens/s, against n-grams and no speculation.
+
+Usage:    python bench/bench_sam_engine.py [--quick]
+Example:  python bench/bench_sam_engine.py          # about 5 minutes on 2 idle cores
+Repetitive text: a 2-layer Qwen3 learns 8 pieces of Python's standard library by heart and writes each one
+8 times at temperature 0.7, the n samples of a prompt. Text that does not repeat: random weights at a high
+temperature, with a large vocabulary, and with 12 tokens, where short matches are everywhere and mean nothing.
+The engines take turns in one process; each round starts with an empty automaton. Seconds are CPU seconds of
+the process, which runs on one thread: what else the machine does matters less. The best round counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+from bars import finish  # noqa: E402
+
+DRAFT_TOKENS = 8
+METHODS = {
+    "none": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": DRAFT_TOKENS, "prompt_lookup_min": 2,
+              "prompt_lookup_max": 5},
+    "sam": {"method": "sam", "num_speculative_tokens": DRAFT_TOKENS},
+}  # fmt: skip
+PIECES, PIECE_TOKENS, PROMPT_TOKENS, SAMPLES, BATCH = 8, 200, 20, 8, 8
+TRAINING_STEPS = 120
+SOURCES = ("argparse", "json.decoder", "heapq", "textwrap")
+
+
+def corpus() -> tuple[list[list[int]], int]:
+    """Pieces of code in words, spaces and signs: token ids of each, and how many different ones there are."""
+    import importlib
+
+    ids: dict[str, int] = {}
+    pieces = []
+    for name in SOURCES:
+        source = Path(importlib.import_module(name).__file__).read_text()
+        words = re.findall(r"\w+|\s+|[^\w\s]", source)
+        tokens = [ids.setdefault(word, len(ids) + 1) for word in words[: 2 * PIECE_TOKENS]]
+        pieces += [tokens[:PIECE_TOKENS], tokens[PIECE_TOKENS:]]
+    assert len(pieces) == PIECES
+    return pieces, len(ids) + 1
+
+
+def make_model(path: Path, vocabulary: int, pieces: list[list[int]] = ()) -> float:
+    """A tiny Qwen3, random or with ``pieces`` learnt by heart. Returns the last training loss."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocabulary, hidden_size=96, intermediate_size=192, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+            tie_word_embeddings=False, bos_token_id=None, eos_token_id=0,
+        )  # fmt: skip
+    )
+    loss = torch.tensor(0.0)
+    if pieces:
+        batch = torch.tensor(pieces)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+        for step in range(TRAINING_STEPS):
+            loss = model(batch, labels=batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.param_groups[0]["lr"] = 4e-3 * min(1, 2 * (1 - step / TRAINING_STEPS))
+            optimizer.step()
+    model.save_pretrained(path)
+    return loss.item()
+
+
+class Engine:
+    """An LLM in this process that counts its steps."""
+
+    def __init__(self, path: Path, speculative_config: dict | None):
+        from vllm import LLM
+
+        self.llm = LLM(
+            str(path), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=512,
+            max_num_seqs=BATCH, num_gpu_blocks_override=64, speculative_config=speculative_config,
+        )  # fmt: skip
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.counts, step, drafts = Counter(), core.step_fn, core.scheduler.make_spec_decoding_stats
+
+        def counted_step():
+            self.counts["steps"] += 1
+            return step()
+
+        def counted_drafts(stats, num_draft_tokens, num_accepted_tokens):
+            self.counts["drafted"] += num_draft_tokens
+            self.counts["accepted"] += num_accepted_tokens
+            return drafts(stats, num_draft_tokens, num_accepted_tokens)
+
+        core.step_fn, core.scheduler.make_spec_decoding_stats = counted_step, counted_drafts
+
+    def run(self, prompts: list[list[int]], **sampling) -> dict:
+        from ascend_rl.sam_decoding import SamProposer
+        from vllm import SamplingParams
+
+        if isinstance(getattr(self.runner, "drafter", None), SamProposer):
+            self.runner.drafter = SamProposer(DRAFT_TOKENS, self.runner.max_model_len)
+        self.llm.reset_prefix_cache()
+        self.counts.clear()
+        cpu, wall = time.process_time(), time.perf_counter()
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(ignore_eos=True, detokenize=False, logprobs=0, **sampling),
+            use_tqdm=False,
+        )
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+        return {"tokens": tokens, "cpu_s": cpu, "wall_s": wall, **self.counts}
+
+
+def compare(path: Path, prompts: list[list[int]], rounds: int, **sampling) -> dict[str, dict]:
+    """The best of ``rounds`` of each method, on the same requests, by turns."""
+    engines = {name: Engine(path, config) for name, config in METHODS.items()}
+    for engine in engines.values():
+        engine.run(prompts[:2], **sampling | {"n": 1, "max_tokens": 40})  # compiles
+    best: dict[str, dict] = {}
+    for i in range(rounds):
+        order = list(engines.items())
+        for name, engine in order[i % 3 :] + order[: i % 3]:
+            result = engine.run(prompts, **sampling)
+            if name not in best or result["cpu_s"] < best[name]["cpu_s"]:
+                best[name] = result
+    return best
+
+
+def engine(quick: bool = False) -> tuple[list, dict]:
+    """The bars and the data of all three texts."""
+    import numpy as np
+
+    rounds, pieces_used = (3, 3) if quick else (5, PIECES)
+    rng = np.random.default_rng(0)
+    results, losses = {}, {}
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        pieces, vocabulary = corpus()
+        losses["repetitive"] = make_model(path / "code", vocabulary, pieces)
+        results["repetitive"] = compare(
+            path / "code", [piece[:PROMPT_TOKENS] for piece in pieces[:pieces_used]], rounds,
+            n=SAMPLES, temperature=0.7, max_tokens=PIECE_TOKENS - PROMPT_TOKENS,
+        )  # fmt: skip
+        for name, size in {"random": 4096, "random, 12 tokens": 12}.items():
+            make_model(path / name, size)
+            prompts = rng.integers(1, size, (BATCH, PROMPT_TOKENS)).tolist()
+            results[name] = compare(path / name, prompts, rounds + 2, temperature=2.0, max_tokens=400)
+
+    print(f"{'text':<18} {'method':<6} {'tokens':>7} {'steps':>6} {'drafted':>8} {'accepted':>8} "
+          f"{'tokens/CPU s':>12} {'tokens/s':>9}")  # fmt: skip
+    for text, methods in results.items():
+        for name, r in methods.items():
+            r["speed"] = r["tokens"] / r["cpu_s"]
+            r["wall_speed"] = r["tokens"] / r["wall_s"]
+            print(f"{text:<18} {name:<6} {r['tokens']:>7} {r['steps']:>6} {r.get('drafted', 0):>8} "
+                  f"{r.get('accepted', 0):>8} {r['speed']:>12.0f} {r['wall_speed']:>9.0f}")  # fmt: skip
+    none, ngram, sam = (results["repetitive"][name] for name in METHODS)
+    bars = []
+    for name, peer in (("no speculation", none), ("ngram", ngram)):
+        ratio = peer["steps"] / sam["steps"]
+        bars.append((f"engine: fewer steps than {name}", ratio, "x", "> 1", ratio > 1))
+        ratio = sam["speed"] / peer["speed"]
+        bars.append((f"engine: faster than {name}", ratio, "x", "> 1", ratio > 1))
+    for text in list(results)[1:]:
+        slower = 100 * (1 - results[text]["sam"]["speed"] / results[text]["none"]["speed"])
+        bars.append((f"engine: slower on {text}", slower, "%", "<= 3", slower <= 3))
+    return bars, {"engine": results, "engine_loss": losses}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer pieces and rounds")
+    arguments = parser.parse_args()
+    cpu_environment()
+    bars, data = engine(arguments.quick)
+    return finish("sam_engine", bars, **data)
+
+
+def cpu_environment() -> None:
+    """The variables of internal/cpu_env.sh, and the engine in this process; before vllm is imported."""
+    printed = subprocess.run(
+        ["bash", "-c", f". {ROOT}/internal/cpu_env.sh && env -0"], check=True, capture_output=True, text=True
+    ).stdout
+    os.environ.update(entry.split("=", 1) for entry in printed.split("\0") if "=" in entry)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
