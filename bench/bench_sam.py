@@ -469,7 +469,6 @@ def main() -> int:
     ):
         value = max(mine[name][column] for name in names)
         bars.append((what, value, unit, f"<= {bound}", value <= bound))
-    # The engine's bars are added here.
     draw(tokens, times, multi, RESULTS / "sam_decoding.png")
     return finish("sam_decoding", bars, tokens_a_step=tokens, times=times, machine_pauses_us=gap)
 
