@@ -227,18 +227,6 @@ def _(s):
 
 
 @rule(
-    "rollout.speculative_log_probs",
-    "warning",
-    "no speculative decoding with rollout log-probs",
-    why="vLLM 0.13 silently decodes requests that ask for log-probs without speculation",
-    fix="set rollout.calculate_log_probs=False, or leave speculative_config out",
-)
-def _(s):
-    if s.speculative and s.get(f"{ROLLOUT}.calculate_log_probs"):
-        yield f"{ROLLOUT}.calculate_log_probs", "True, with a speculative_config"
-
-
-@rule(
     "rollout.log_probs_needed",
     "error",
     "rollout log-probs are there where they are used",
