@@ -3,7 +3,9 @@
 Usage:    python bench/bench_sam_engine.py [--quick]
 Example:  python bench/bench_sam_engine.py          # about 5 minutes on 2 idle cores
 Repetitive text: a 2-layer Qwen3 learns 8 pieces of Python's standard library by heart and writes each one
-8 times at temperature 0.7, the n samples of a prompt. Text that does not repeat: random weights at a high
+8 times (--quick: 3) at temperature 0.7. The samples of a prompt come one after another, as where more
+requests wait than run: those that run at the same time have nothing to tell each other.
+Text that does not repeat: random weights of a larger model, whose step takes some 20 ms, at a high
 temperature, with a large vocabulary, and with 12 tokens, where short matches are everywhere and mean nothing.
 The engines take turns in one process; each round starts with an empty automaton. Seconds are CPU seconds of
 the process, which runs on one thread: what else the machine does matters less. The best round counts.
@@ -34,7 +36,11 @@ METHODS = {
     "sam": {"method": "sam", "num_speculative_tokens": DRAFT_TOKENS},
 }  # fmt: skip
 PIECES, PIECE_TOKENS, PROMPT_TOKENS, SAMPLES, BATCH = 8, 200, 20, 8, 8
-TRAINING_STEPS = 120
+TRAINING_STEPS = 300
+TINY = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
+SMALL = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12,
+         "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
 SOURCES = ("argparse", "json.decoder", "heapq", "textwrap")
 
 
@@ -54,16 +60,15 @@ def corpus() -> tuple[list[list[int]], int]:
 
 
 def make_model(path: Path, vocabulary: int, pieces: list[list[int]] = ()) -> float:
-    """A tiny Qwen3, random or with ``pieces`` learnt by heart. Returns the last training loss."""
+    """A tiny Qwen3 with ``pieces`` learnt by heart, or a larger random one. Returns the last training loss."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=vocabulary, hidden_size=96, intermediate_size=192, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
-            tie_word_embeddings=False, bos_token_id=None, eos_token_id=0,
+            vocab_size=vocabulary, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None,
+            eos_token_id=0, **(TINY if pieces else SMALL),
         )  # fmt: skip
     )
     loss = torch.tensor(0.0)
@@ -120,15 +125,15 @@ class Engine:
             use_tqdm=False,
         )
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         return {"tokens": tokens, "cpu_s": cpu, "wall_s": wall, **self.counts}
 
 
 def compare(path: Path, prompts: list[list[int]], rounds: int, **sampling) -> dict[str, dict]:
-    """The best of ``rounds`` of each method, on the same requests, by turns."""
+    """The best of ``rounds`` of each method, on the same requests in this order, by turns."""
     engines = {name: Engine(path, config) for name, config in METHODS.items()}
     for engine in engines.values():
-        engine.run(prompts[:2], **sampling | {"n": 1, "max_tokens": 40})  # compiles
+        engine.run(prompts[:2], **sampling | {"max_tokens": 40})  # compiles
     best: dict[str, dict] = {}
     for i in range(rounds):
         order = list(engines.items())
@@ -153,7 +158,7 @@ def engine(quick: bool = False) -> tuple[list, dict]:
     """The bars and the data of all three texts."""
     import numpy as np
 
-    rounds, pieces_used, random_tokens = (2, 2, 150) if quick else (5, PIECES, 400)
+    rounds, samples, random_tokens = (2, 3, 200) if quick else (5, SAMPLES, 400)
     rng = np.random.default_rng(0)
     results, losses = {}, {}
     print(f"{'text':<18} {'method':<6} {'tokens':>7} {'steps':>6} {'drafted':>8} {'accepted':>8} "
@@ -163,14 +168,14 @@ def engine(quick: bool = False) -> tuple[list, dict]:
         pieces, vocabulary = corpus()
         losses["repetitive"] = make_model(path / "code", vocabulary, pieces)
         results["repetitive"] = compare(
-            path / "code", [piece[:PROMPT_TOKENS] for piece in pieces[:pieces_used]], rounds,
-            n=SAMPLES, temperature=0.7, max_tokens=PIECE_TOKENS - PROMPT_TOKENS,
+            path / "code", [piece[:PROMPT_TOKENS] for piece in pieces] * samples, rounds,
+            temperature=0.7, max_tokens=PIECE_TOKENS - PROMPT_TOKENS,
         )  # fmt: skip
         show("repetitive", results["repetitive"])
         for name, size in {"random": 4096, "random, 12 tokens": 12}.items():
             make_model(path / name, size)
             prompts = rng.integers(1, size, (BATCH, PROMPT_TOKENS)).tolist()
-            results[name] = compare(path / name, prompts, rounds + 2, temperature=2.0,
+            results[name] = compare(path / name, prompts, rounds, temperature=2.0,
                                     max_tokens=random_tokens)  # fmt: skip
             show(name, results[name])
     none, ngram, sam = (results["repetitive"][name] for name in METHODS)
@@ -190,7 +195,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="fewer pieces and rounds")
+    parser.add_argument("--quick", action="store_true", help="fewer samples, tokens and rounds")
     arguments = parser.parse_args()
     cpu_environment()
     bars, data = engine(arguments.quick)
@@ -204,6 +209,8 @@ def cpu_environment() -> None:
     ).stdout
     os.environ.update(entry.split("=", 1) for entry in printed.split("\0") if "=" in entry)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # vLLM's n-grams would bring more threads to all operators of the process.
+    os.environ["NUMBA_NUM_THREADS"] = "1"
 
 
 if __name__ == "__main__":
