@@ -60,7 +60,7 @@ def corpus() -> tuple[list[list[int]], int]:
 
 
 def make_model(path: Path, vocabulary: int, pieces: list[list[int]] = ()) -> float:
-    """A tiny Qwen3 with ``pieces`` learnt by heart, or a larger random one. Returns the last training loss."""
+    """A tiny Qwen3 with ``pieces`` learnt by heart, or a larger random one. Returns the training loss."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
