@@ -6,7 +6,6 @@ import importlib
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,28 +78,6 @@ def tree_without(root, tmp_path_factory):
         return destination
 
     return copy
-
-
-@pytest.fixture(scope="module")
-def two_at_a_time(request):
-    """A function (run, name, case) -> run(case), for tests whose parameter `name` is the case.
-
-    Its first call begins run(...) for the cases of all these tests, two at a time: for much of a real run
-    imports keep a single core busy. So `run` is the same function each time.
-    """
-    begun = {}
-    with ThreadPoolExecutor(2) as pool:
-
-        def result(run, name, case):
-            if not begun:
-                tests = [item for item in request.session.items
-                         if item.path == request.path and hasattr(item, "callspec")]
-                begun.update({test.callspec.params[name]: pool.submit(run, test.callspec.params[name])
-                              for test in tests if name in test.callspec.params})
-            return begun[case].result()
-
-        yield result
-        pool.shutdown(cancel_futures=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

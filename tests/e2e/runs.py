@@ -6,35 +6,29 @@ import contextlib
 import json
 import os
 import subprocess
-import threading
-import time
 from pathlib import Path
 
 from ascend_rl.supervise import SharedMemory, descendants
 
 ROOT = Path(__file__).resolve().parents[2]
-_starting = threading.Lock()
 
 
 def launch(
     script: str, output: Path, *overrides: str, environment: str = "cpu_env.sh", **variables
 ) -> subprocess.Popen:
-    """Start ray_start_npu.sh on a script of internal/, and return once Ray is up; see `finish`.
+    """Start ray_start_npu.sh on a script of internal/; see `finish`.
 
-    Runs may go on at the same time, but start one by one: Ray gives up when its start takes 30 s.
+    One run after another: Ray gives up when its start takes 30 s, as it does beside another run on 2 cores.
     """
     limits = {"OUTPUT_DIR": output, "RUN_DEADLINE_S": 400, "STALL_DEADLINE_S": 60}
-    with _starting, console(output).open("w") as file:
-        process = subprocess.Popen(
+    with console(output).open("w") as file:
+        return subprocess.Popen(
             ["bash", "ray_start_npu.sh", f"internal/{script}", f"internal/{environment}", *overrides],
             cwd=ROOT,
             env=os.environ | {name: str(value) for name, value in (limits | variables).items()},
             stdout=file,
             stderr=subprocess.STDOUT,
         )
-        while process.poll() is None and not named(process, "ray::"):
-            time.sleep(0.5)
-    return process
 
 
 def console(output: Path) -> Path:
@@ -85,6 +79,6 @@ def nothing_left_of(outputs: Path):
     assert not [pid for pid, environment in alive.items() if f"OUTPUT_DIR={outputs}".encode() in environment]
     blocks -= shm.used_by(alive)
     places = [p for p in places if not any(str(p).encode() in text for text in alive.values())]
-    # A run beside this one may have ended meanwhile.
+    # Others may have ended meanwhile.
     assert not [block for block in blocks if (Path("/dev/shm") / block).exists()]
     assert not [place for place in places if place.exists()]

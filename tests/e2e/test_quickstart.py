@@ -93,25 +93,21 @@ def test_dapo_fills_its_batches_with_varying_groups(root, tmp_path, nothing_left
     assert drawn and all(int(speed) > 0 and 0 < int(longest) <= 16 for speed, longest in drawn)
 
 
-def test_a_dead_process_ends_the_run_with_a_clear_error(root, tmp_path, nothing_left_behind):
-    """Two runs at once, each with its victim: neither brings the other down."""
-    runs = {}
-    for victim in ("VLLM::EngineCor", "ray::WorkerDict"):
-        output = tmp_path / victim.split(":")[-1]
-        runs[victim] = output, launch("train_gspo_qwen3_tiny_cpu.sh", output,
-                                      "trainer.val_before_train=False", STEPS=5000)
-    deadline = time.monotonic() + 400
-    for victim, (output, process) in runs.items():
-        log = output / "train.log"
-        while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").stat().st_size:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.5)
-        os.kill(named(process, victim)[0], signal.SIGKILL)
-        at = time.monotonic()
-        text = finish(process, output, 120)
-        assert process.returncode not in (0, None)
-        assert "ERROR:" in text and str(log) in text
-        assert time.monotonic() - at < 60
+@pytest.mark.parametrize("victim", ["VLLM::EngineCor", "ray::WorkerDict"])
+def test_a_dead_process_ends_the_run_with_a_clear_error(root, tmp_path, nothing_left_behind, victim):
+    output = tmp_path / "run"
+    process = launch("train_gspo_qwen3_tiny_cpu.sh", output, "trainer.val_before_train=False", STEPS=5000)
+    log = output / "train.log"
+    deadline = time.monotonic() + 300
+    while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").stat().st_size:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.5)
+    os.kill(named(process, victim)[0], signal.SIGKILL)
+    at = time.monotonic()
+    text = finish(process, output, 120)
+    assert process.returncode not in (0, None)
+    assert "ERROR:" in text and str(log) in text
+    assert time.monotonic() - at < 60
 
 
 def test_ctrl_c_stops_everything(root, tmp_path, nothing_left_behind):
@@ -140,10 +136,9 @@ def test_switched_off_the_patches_change_nothing(root, tmp_path, tree_without, n
              "trainer.val_before_train=False", "trainer.test_freq=-1"]
     # The preflight would refuse a verl that is not the lock's.
     trees = {"patched": {}, "stock": {"PYTHONPATH": str(variant), "SKIP_PREFLIGHT": "1"}}
-    runs = {name: launch("train_grpo_qwen3_tiny_cpu.sh", tmp_path / name, *stock, STEPS=3, **variables)
-            for name, variables in trees.items()}
     losses = {}
-    for name, process in runs.items():
+    for name, variables in trees.items():
+        process = launch("train_grpo_qwen3_tiny_cpu.sh", tmp_path / name, *stock, STEPS=3, **variables)
         text = finish(process, tmp_path / name)
         assert process.returncode == 0, text[-3000:]
         keys = (

@@ -1,7 +1,7 @@
 """Recipes of large models, each with its own overrides, run for two steps on a CPU by SMOKE=1.
 
 One recipe of each code path; tests/test_recipes.py lists how the others differ from these. A run takes almost
-two minutes, most of it imports, so that they run two at a time, and two stand for all unless ALL_RECIPES=1.
+two minutes, most of it imports, so that two stand for all unless ALL_RECIPES=1.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import math
 import os
 
 import pytest
-from runs import finish, launch, nothing_left_of, training
+from runs import finish, launch, training
 
-pytestmark = pytest.mark.timeout(720)
+pytestmark = pytest.mark.timeout(600)
 
 MEGATRON, FSDP = "cpu_megatron_env.sh", "cpu_env.sh"
 # Sampling from the whole distribution: the rollout's probabilities are the trainer's.
@@ -34,26 +34,14 @@ RECIPES = {
 IN_BRIEF = ["grpo_qwen3_235b_128die_true_weight", "gspo_qwen2_5_3b_8die_async_server"]
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """A function that runs a recipe: its exit status, what the user saw, the metrics of its steps."""
-
-    def run(name: str) -> tuple[int, str, list[dict]]:
-        output = tmp_path_factory.mktemp("outputs") / name
-        with nothing_left_of(output.parent):
-            process = launch(f"train_{name}.sh", output, environment=RECIPES[name][0], SMOKE=1,
-                             NPUS_PER_NODE=1, START_DEADLINE_S=300, STALL_DEADLINE_S=90)
-            text = finish(process, output)
-        return process.returncode, text, training(output) if process.returncode == 0 else []
-
-    return run
-
-
 @pytest.mark.parametrize("name", RECIPES if os.environ.get("ALL_RECIPES") == "1" else IN_BRIEF)
-def test_two_steps(smoke, two_at_a_time, same_probabilities, name):
-    status, text, rows = two_at_a_time(smoke, "name", name)
-    whole_distribution = RECIPES[name][1]
-    assert status == 0, text[-3000:]
+def test_two_steps(tmp_path, nothing_left_behind, same_probabilities, name):
+    (environment, whole_distribution), output = RECIPES[name], tmp_path / "run"
+    process = launch(f"train_{name}.sh", output, environment=environment, SMOKE=1, NPUS_PER_NODE=1,
+                     START_DEADLINE_S=300, STALL_DEADLINE_S=90)
+    text = finish(process, output)
+    assert process.returncode == 0, text[-3000:]
+    rows = training(output)
     assert len(rows) == 2
     for row in rows:
         assert math.isfinite(row["actor/pg_loss"])
