@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 from ascend_rl.supervise import SharedMemory, descendants
@@ -72,13 +73,20 @@ def nothing_left_of(outputs: Path):
     Other runs on this machine do not disturb.
     """
     shm, places = SharedMemory(), set(Path("/tmp").glob("ascend-rl-*"))
+
+    def left() -> list:
+        blocks = set(os.listdir("/dev/shm")) - shm.seen
+        directories = set(Path("/tmp").glob("ascend-rl-*")) - places
+        alive = environments()
+        return [
+            *(pid for pid, environment in alive.items() if f"OUTPUT_DIR={outputs}".encode() in environment),
+            *(blocks - shm.used_by(alive)),
+            *(d for d in directories if not any(str(d).encode() in text for text in alive.values())),
+        ]
+
     yield
-    blocks = set(os.listdir("/dev/shm")) - shm.seen
-    places = set(Path("/tmp").glob("ascend-rl-*")) - places
-    alive = environments()
-    assert not [pid for pid, environment in alive.items() if f"OUTPUT_DIR={outputs}".encode() in environment]
-    blocks -= shm.used_by(alive)
-    places = [p for p in places if not any(str(p).encode() in text for text in alive.values())]
-    # Others may have ended meanwhile.
-    assert not [block for block in blocks if (Path("/dev/shm") / block).exists()]
-    assert not [place for place in places if place.exists()]
+    # What others make and take away meanwhile is gone at the next look.
+    deadline = time.monotonic() + 5
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not left()
