@@ -79,12 +79,13 @@ def nothing_left_of(outputs: Path):
         directories = set(Path("/tmp").glob("ascend-rl-*")) - places
         alive = environments()
         return [
-            *(pid for pid, environment in alive.items() if f"OUTPUT_DIR={outputs}".encode() in environment),
             *(blocks - shm.used_by(alive)),
             *(d for d in directories if not any(str(d).encode() in text for text in alive.values())),
         ]
 
     yield
+    mark = f"OUTPUT_DIR={outputs}".encode()
+    assert not [pid for pid, environment in environments().items() if mark in environment]
     # What others make and take away meanwhile is gone at the next look.
     deadline = time.monotonic() + 5
     while left() and time.monotonic() < deadline:
