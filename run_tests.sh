@@ -6,7 +6,7 @@
 #           bash run_tests.sh tests/test_gspo.py               # one file
 #           bash run_tests.sh --ignore=tests/e2e               # without the real runs
 # Hardware: 2 cores, 12 GiB, 12 GB of disk, Linux with Python 3.11; no accelerator
-# Duration: about 45 minutes, plus 2 the first time
+# Duration: about an hour
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
 

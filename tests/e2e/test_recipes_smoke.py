@@ -1,7 +1,7 @@
 """Recipes of large models, each with its own overrides, run for two steps on a CPU by SMOKE=1.
 
 One recipe of each code path; tests/test_recipes.py lists how the others differ from these. A run takes almost
-two minutes, most of it imports, so that two stand for all unless ALL_RECIPES=1.
+two minutes, most of it imports, so that one stands for all unless ALL_RECIPES=1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECIPES = {
     "grpo_qwen3_30b_a3b_16die_true_weight": (MEGATRON, True),
     "gspo_qwen2_5_3b_8die_fsdp": (FSDP, True),
 }
-IN_BRIEF = ["grpo_qwen3_235b_128die_true_weight", "gspo_qwen2_5_3b_8die_async_server"]
+IN_BRIEF = ["grpo_qwen3_235b_128die_true_weight"]  # FSDP: test_quickstart.py
 
 
 @pytest.mark.parametrize("name", RECIPES if os.environ.get("ALL_RECIPES") == "1" else IN_BRIEF)
