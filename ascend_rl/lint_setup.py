@@ -218,10 +218,6 @@ class Setup:
         return self.mapping(f"{VLLM}.compilation_config")
 
     @cached_property
-    def speculative(self) -> dict[str, Any]:
-        return self.mapping(f"{VLLM}.speculative_config")
-
-    @cached_property
     def engine_options(self) -> dict[str, Any]:
         """engine_kwargs.vllm, its configurations as dicts."""
         given = self.mapping(VLLM)

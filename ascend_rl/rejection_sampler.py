@@ -17,6 +17,8 @@ O(T V) for T drafted tokens where a row is greedy.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 PLACEHOLDER = -1
@@ -109,10 +111,10 @@ def draw(
     """
     uniform = torch.rand(sum(draft_lengths), dtype=torch.float64, device=device)
     exponential = torch.empty(len(draft_lengths), vocabulary, device=device).exponential_()
+    starts = [0, *accumulate(draft_lengths)]
     for row, generator in generators.items():
         if draft_lengths[row]:
-            start = sum(draft_lengths[:row])
-            uniform[start : start + draft_lengths[row]].uniform_(generator=generator)
+            uniform[starts[row] : starts[row + 1]].uniform_(generator=generator)
             exponential[row].exponential_(generator=generator)
     return uniform, exponential.clamp_(min=torch.finfo(torch.float32).tiny)
 

@@ -20,11 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "patched")]
 
 from bars import finish  # noqa: E402
 
@@ -85,60 +84,43 @@ def make_model(path: Path, vocabulary: int, pieces: list[list[int]] = ()) -> flo
     return loss.item()
 
 
-class Engine:
-    """An LLM in this process that counts its steps."""
+def make_engine(path: Path, speculative_config: dict | None):
+    from spec_engines import Engine
 
-    def __init__(self, path: Path, speculative_config: dict | None):
-        from vllm import LLM
+    return Engine(
+        path, max_model_len=512, max_num_seqs=BATCH, num_gpu_blocks_override=64,
+        speculative_config=speculative_config,
+    )  # fmt: skip
 
-        self.llm = LLM(
-            str(path), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=512,
-            max_num_seqs=BATCH, num_gpu_blocks_override=64, speculative_config=speculative_config,
-        )  # fmt: skip
-        core = self.llm.llm_engine.engine_core.engine_core
-        self.runner = core.model_executor.driver_worker.worker.model_runner
-        self.counts, step, drafts = Counter(), core.step_fn, core.scheduler.make_spec_decoding_stats
 
-        def counted_step():
-            self.counts["steps"] += 1
-            return step()
+def run(engine, prompts: list[list[int]], **sampling) -> dict:
+    """Tokens, seconds and counts of one round that starts with an empty automaton and prefix cache."""
+    from ascend_rl.sam_decoding import SamProposer
+    from vllm import SamplingParams
 
-        def counted_drafts(stats, num_draft_tokens, num_accepted_tokens):
-            self.counts["drafted"] += num_draft_tokens
-            self.counts["accepted"] += num_accepted_tokens
-            return drafts(stats, num_draft_tokens, num_accepted_tokens)
-
-        core.step_fn, core.scheduler.make_spec_decoding_stats = counted_step, counted_drafts
-
-    def run(self, prompts: list[list[int]], **sampling) -> dict:
-        from ascend_rl.sam_decoding import SamProposer
-        from vllm import SamplingParams
-
-        if isinstance(getattr(self.runner, "drafter", None), SamProposer):
-            self.runner.drafter = SamProposer(DRAFT_TOKENS, self.runner.max_model_len)
-        self.llm.reset_prefix_cache()
-        self.counts.clear()
-        cpu, wall = time.process_time(), time.perf_counter()
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            SamplingParams(ignore_eos=True, detokenize=False, logprobs=0, **sampling),
-            use_tqdm=False,
-        )
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        return {"tokens": tokens, "cpu_s": cpu, "wall_s": wall, **self.counts}
+    runner = engine.core.model_executor.driver_worker.worker.model_runner
+    if isinstance(getattr(runner, "drafter", None), SamProposer):
+        runner.drafter = SamProposer(DRAFT_TOKENS, runner.max_model_len)
+    engine.llm.reset_prefix_cache()
+    cpu, wall = time.process_time(), time.perf_counter()
+    completions = engine.run(
+        prompts, SamplingParams(ignore_eos=True, detokenize=False, logprobs=0, **sampling)
+    )
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    tokens = sum(len(completion.token_ids) for completion in completions)
+    return {"tokens": tokens, "cpu_s": cpu, "wall_s": wall, **engine.counts}
 
 
 def compare(path: Path, prompts: list[list[int]], rounds: int, **sampling) -> dict[str, dict]:
     """The best of ``rounds`` of each method, on the same requests in this order, by turns."""
-    engines = {name: Engine(path, config) for name, config in METHODS.items()}
+    engines = {name: make_engine(path, config) for name, config in METHODS.items()}
     for engine in engines.values():
-        engine.run(prompts[:2], **sampling | {"max_tokens": 40})  # compiles
+        run(engine, prompts[:2], **sampling | {"max_tokens": 40})  # compiles
     best: dict[str, dict] = {}
     for i in range(rounds):
         order = list(engines.items())
         for name, engine in order[i % 3 :] + order[: i % 3]:
-            result = engine.run(prompts, **sampling)
+            result = run(engine, prompts, **sampling)
             if name not in best or result["cpu_s"] < best[name]["cpu_s"]:
                 best[name] = result
     return best
@@ -154,7 +136,7 @@ def show(text: str, methods: dict[str, dict]) -> None:
               flush=True)  # fmt: skip
 
 
-def engine(quick: bool = False) -> tuple[list, dict]:
+def measure(quick: bool = False) -> tuple[list, dict]:
     """The bars and the data of all three texts."""
     import numpy as np
 
@@ -198,7 +180,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer samples, tokens and rounds")
     arguments = parser.parse_args()
     cpu_environment()
-    bars, data = engine(arguments.quick)
+    bars, data = measure(arguments.quick)
     return finish("sam_engine", bars, **data)
 
 

@@ -47,7 +47,7 @@ def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabil
     assert list((output / "tensorboard").glob("events*"))
 
 
-def test_two_workers_share_one_step(root, tmp_path, nothing_left_behind, same_probabilities):
+def test_two_workers_share_one_step(tmp_path, nothing_left_behind, same_probabilities):
     """Two FSDP ranks, two vLLM servers, samples placed, requests that move; the GRPO twin."""
     output, rollout = tmp_path / "run", "actor_rollout_ref.rollout"
     moving = [f"{rollout}.rollout_rebalance.check_interval_s=0.01", f"{rollout}.max_num_seqs=2",
@@ -70,7 +70,7 @@ def test_two_workers_share_one_step(root, tmp_path, nothing_left_behind, same_pr
     assert all(row["timing_s/data_rebalance/known_share"] == 0 for row in steps)  # each prompt comes once
 
 
-def test_dapo_fills_its_batches_with_varying_groups(root, tmp_path, nothing_left_behind, same_probabilities):
+def test_dapo_fills_its_batches_with_varying_groups(tmp_path, nothing_left_behind, same_probabilities):
     """The DAPO recipe with the rollout's progress bar, which nobody sees unless it is asked for."""
     output = tmp_path / "run"
     process = launch("train_dapo_qwen3_tiny_cpu.sh", output, "actor_rollout_ref.rollout.use_tqdm=True",
@@ -94,7 +94,7 @@ def test_dapo_fills_its_batches_with_varying_groups(root, tmp_path, nothing_left
 
 
 @pytest.mark.parametrize("victim", ["VLLM::EngineCor", "ray::WorkerDict"])
-def test_a_dead_process_ends_the_run_with_a_clear_error(root, tmp_path, nothing_left_behind, victim):
+def test_a_dead_process_ends_the_run_with_a_clear_error(tmp_path, nothing_left_behind, victim):
     output = tmp_path / "run"
     process = launch("train_gspo_qwen3_tiny_cpu.sh", output, "trainer.val_before_train=False", STEPS=5000)
     log = output / "train.log"
@@ -110,7 +110,7 @@ def test_a_dead_process_ends_the_run_with_a_clear_error(root, tmp_path, nothing_
     assert time.monotonic() - at < 60
 
 
-def test_ctrl_c_stops_everything(root, tmp_path, nothing_left_behind):
+def test_ctrl_c_stops_everything(tmp_path, nothing_left_behind):
     output = tmp_path / "run"
     process = launch("train_gspo_qwen3_tiny_cpu.sh", output, STEPS=5000)
     deadline = time.monotonic() + 300

@@ -164,12 +164,13 @@ def make_worker(layout: Layout, path: Path, *overrides: str, rows: int = 8):
     return worker
 
 
-def own_share(batch: dict[str, torch.Tensor]):
-    """The rows of this data-parallel rank as verl's DataProto."""
+def own_share(batch: dict[str, torch.Tensor], rank: int | None = None, size: int | None = None):
+    """The rows of a data-parallel rank, by default Megatron's own, as verl's DataProto."""
     from megatron.core import parallel_state
     from verl import DataProto
 
-    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    if rank is None:
+        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     share = {k: v.chunk(size)[rank] for k, v in batch.items()}
     return DataProto.from_dict(
         share, meta_info={"global_token_num": batch["attention_mask"].sum(-1).tolist(), "temperature": 1.0}

@@ -215,15 +215,7 @@ def save_random_model(path: Path, moe: bool = False) -> Path:
 def make_llm(path: str, **options):
     """vLLM in this process on NPUWorker and NPUModelRunner, eager, float32, a small cache."""
     from vllm import LLM
-    from vllm.v1.engine.core_client import EngineCoreOutputs, InprocClient
 
-    def get_output(self):
-        """As vLLM's engine process does it: this client leaves out post_step, which hands over the drafts."""
-        outputs, executed = self.engine_core.step_fn()
-        self.engine_core.post_step(model_executed=executed)
-        return outputs and outputs.get(0) or EngineCoreOutputs()
-
-    InprocClient.get_output = get_output
     defaults = {"enforce_eager": True, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8,
                 "num_gpu_blocks_override": 64, "disable_log_stats": False}  # fmt: skip
     return LLM(path, **defaults | options)

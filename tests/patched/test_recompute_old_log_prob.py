@@ -85,20 +85,16 @@ CASES = {  # layout (None: FSDP), overrides, overrides without the pass
 }
 
 
-def rows_of_rank(batch):
-    from verl import DataProto
-
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return DataProto.from_dict(
-        {k: v.chunk(size)[rank] for k, v in batch.items()},
-        meta_info={"global_token_num": batch["attention_mask"].sum(-1).tolist(), "temperature": 1.0},
-    )
-
-
 def two_updates(layout, path, overrides, recompute: bool) -> dict:
     """Weights, gradient norms and metrics after two updates, and how many forwards of the model they took."""
     worker = make_worker(layout, path, *overrides) if layout else fsdp_worker(path, *overrides)
-    batch, share_of = make_batch(), own_share if layout else rows_of_rank
+    batch = make_batch()
+
+    def share_of(batch):
+        if layout:
+            return own_share(batch)
+        return own_share(batch, torch.distributed.get_rank(), torch.distributed.get_world_size())
+
     if R3 in overrides:
         generator = torch.Generator().manual_seed(1)
         shape = (*batch["input_ids"].shape, worker.tf_config.num_layers)
