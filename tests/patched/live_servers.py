@@ -14,6 +14,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from ascend_rl import data_rebalance
 from ascend_rl.request_mover import server_of
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
@@ -23,10 +24,14 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 
 class GivenSampling(SingleTurnAgentLoop):
-    """verl's single-turn agent; each row of the batch brings sampling parameters of its own."""
+    """verl's single-turn agent; each row brings sampling parameters, and may name the engine by number."""
 
     async def run(self, sampling_params, *, sampling, **kwargs):
-        return await super().run(sampling_params | sampling, **kwargs)
+        sampling = sampling_params | sampling
+        engine = sampling.pop("engine", None)
+        if engine is not None:
+            data_rebalance.server.set(list(self.server_manager._server_id_to_handle)[engine])
+        return await super().run(sampling, **kwargs)
 
 
 class Servers(AgentLoopManager):

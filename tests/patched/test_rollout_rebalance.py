@@ -20,13 +20,13 @@ pytestmark = pytest.mark.timeout(600)
 KEY = "actor_rollout_ref.rollout.rollout_rebalance"
 
 
-def greedy(*lengths: int) -> list[dict]:
-    return [{"temperature": 0.0, "ignore_eos": True, "max_tokens": length} for length in lengths]
+def skewed(groups: int, short: int = 10) -> list[dict]:
+    """Requests for three engines in turn; the first one of the large server gets all long ones."""
+    return [{"temperature": 0.0, "ignore_eos": True, "max_tokens": length, "engine": engine}
+            for _ in range(groups) for engine, length in enumerate((short, 200, short))]  # fmt: skip
 
 
-# The balancer deals in turn to the engine of the first server and the two of the second, so that one of these
-# gets all long ones: twice as many as run at a time.
-SKEWED = greedy(*[10, 200, 10] * 8)
+SKEWED = skewed(8)  # twice as many long ones as run at a time
 
 
 def test_off_by_default_and_two_ways_to_switch_it_on(tmp_path, monkeypatch):
@@ -166,7 +166,10 @@ def test_a_skewed_rollout_has_the_same_responses(manager, unmoved, model):
 
 
 def test_requests_move_between_the_engines_of_one_server(manager, unmoved, model):
-    """As where one large-EP server spans all dies. Its engines step together, so steps can be compared."""
+    """As where one large-EP server spans all dies. Its engines step together, so steps can be compared.
+
+    The mover knows only these two; requests still go to all three.
+    """
     ids, handles = manager.server_addresses, manager.server_handles
     assert [id.partition("#")[2] for id in ids] == ["", "0", "1"]
     manager.server_addresses, manager.server_handles = ids[1:], handles[1:]
@@ -183,7 +186,7 @@ def test_requests_move_between_the_engines_of_one_server(manager, unmoved, model
 
 
 def test_running_requests_move_into_a_smaller_graph(manager, model):
-    sampling = greedy(*[5, 200, 5] * 4)
+    sampling = skewed(4, short=5)
     expected, found = rollout(manager, sampling), moved(manager, sampling)
     difference = same(found, expected)
     print(f"\nlog-probs differ by {difference:.1e}; {found.did}")
