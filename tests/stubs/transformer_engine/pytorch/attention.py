@@ -1,5 +1,4 @@
-"""Attention over packed sequences (``thd``) or a batch (``sbhd``), with context parallelism by an
-all-gather."""
+"""Attention over packed sequences (``thd``) or a batch (``sbhd``), with context parallelism in a ring."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from .extra_state import ExtraState
+from .ring_attention import RingAttention
 
 
 class DotProductAttention(ExtraState, torch.nn.Module):
@@ -25,6 +25,9 @@ class DotProductAttention(ExtraState, torch.nn.Module):
         super().__init__()
         assert attention_dropout == 0, "the models under test have none"
         self.scale = softmax_scale or kv_channels**-0.5
+        self.cp_group = cp_group
+
+    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
         self.cp_group = cp_group
 
     def forward(
@@ -49,23 +52,6 @@ class DotProductAttention(ExtraState, torch.nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-class Gather(torch.autograd.Function):
-    """The tensors of all ranks; a shard's gradient is the sum of what each rank computes for it."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        shards = [torch.empty(x.shape, dtype=x.dtype) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(shards, x.contiguous(), group=group)
-        return tuple(shards)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        total = torch.stack(gradients)
-        dist.all_reduce(total, group=ctx.group)
-        return total[dist.get_rank(ctx.group)], None
-
-
 def attend(query, key, value, scale, **masked):
     """[..., heads, tokens, channels]; ``key`` and ``value`` may have fewer heads."""
     return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True, **masked)
@@ -84,29 +70,10 @@ def packed_attention(query, key, value, bounds: list[int], scale: float, group=N
     Returns:
         [tokens, heads, channels] of this rank's tokens.
     """
-    size, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
-    if size > 1:
-        keys, values = Gather.apply(key, group), Gather.apply(value, group)
-    else:
-        keys, values = [key], [value]
+    if group is not None and dist.get_world_size(group) > 1:
+        return RingAttention.apply(query, key, value, bounds, scale, group)
     out = []
     for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
-        chunk, own = (
-            (end - begin) // (2 * size) if size > 1 else end - begin,
-            slice(begin // size, end // size),
-        )
-        if size > 1:
-            whole = [
-                torch.cat([x[own][:chunk] for x in shards] + [x[own][chunk:] for x in reversed(shards)])
-                for shards in (keys, values)
-            ]
-            positions = torch.cat([torch.arange(chunk) + at * chunk for at in (rank, 2 * size - 1 - rank)])
-        else:
-            whole, positions = [x[own] for x in (keys[0], values[0])], torch.arange(chunk)
-        causal = torch.arange(end - begin) <= positions[:, None]
-        out.append(
-            attend(*(x.transpose(0, 1) for x in (query[own], *whole)), scale, attn_mask=causal).transpose(
-                0, 1
-            )
-        )
+        own = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        out.append(attend(*own, scale, is_causal=True).transpose(0, 1))
     return torch.cat(out)
