@@ -1,0 +1,210 @@
+"""verl's Megatron actor under USE_HDP=1 on megatron-core 0.12.1 learns what it learns without.
+
+The oracle is Hugging Face in one process on the whole mini-batch: log-probs, gradient norms and the weights
+after two updates by AdamW agree, whichever rings (of 1 to 4 ranks) and micro-batches the plan has. What ranks
+send in attention's rings is counted and compared with plain CP.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron_tiny import (
+    RESPONSE,
+    Layout,
+    exported,
+    hugging_face,
+    make_batch,
+    make_checkpoint,
+    make_worker,
+    own_share,
+    response_log_probs,
+)
+from ranks import run_ranks
+from test_megatron_actor import CLIP, EPSILON, LEARNING_RATE, OVERRIDES, UPDATES, WEIGHT_DECAY
+
+from ascend_rl.hdp_training import Ring, whole_batch_info
+
+RECOMPUTE = tuple(
+    f"+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_{name}"
+    for name in ("granularity=full", "method=uniform", "num_layers=1")
+)
+KL = 0.1
+LOSS = (
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    f"actor_rollout_ref.actor.kl_loss_coef={KL}",
+    "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+)
+# (layout, tokens a rank holds; None without HDP): the lengths are 40, 17, 26, 11, 33, 40, 9 and 21
+RUNS = [
+    (Layout(cp=4), None),
+    (Layout(cp=2), None),
+    (Layout(cp=4), 12),  # rings of 1 to 4
+    (Layout(cp=4), 64),  # every sequence fits a rank
+    (Layout(cp=2), 20),  # two CP groups
+    (Layout("moe", tp=2, cp=2, ep=2), 20),
+    (Layout(pp=2, cp=2, options=RECOMPUTE), 20),  # forwards, backwards and recomputation interleave
+]
+
+
+def batch_of_many_lengths() -> dict[str, torch.Tensor]:
+    """Responses of 2 to 8 tokens that count, so that a sequence's weight shows."""
+    batch = make_batch()
+    counted = torch.tensor([8, 3, 5, 2, 8, 6, 4, 7])
+    mask = (torch.arange(RESPONSE) < counted[:, None]).float()
+    return batch | {"response_mask": mask, "ref_log_prob": batch["advantages"] / 4 - 4.5}
+
+
+class Sent:
+    """Bytes this rank sends in attention's rings between ``with`` and its end."""
+
+    def __enter__(self):
+        from transformer_engine.pytorch import ring_attention
+
+        self.bytes, self.module, self.passed_on = 0, ring_attention, ring_attention.passed_on
+
+        def passed_on(tensor, group):
+            self.bytes += tensor.numel() * tensor.element_size()
+            return self.passed_on(tensor, group)
+
+        ring_attention.passed_on = passed_on
+        return self
+
+    def __exit__(self, *_):
+        self.module.passed_on = self.passed_on
+
+
+def learn(layout: Layout, path, rank: int, *overrides: str) -> dict:
+    batch = batch_of_many_lengths()
+    worker = make_worker(layout, path, *OVERRIDES, *LOSS, *overrides)
+    norms, log_probs = [], []
+    for _ in range(UPDATES):
+        share = own_share(batch)
+        log_probs.append(worker.compute_log_prob(own_share(batch)).batch["old_log_probs"])
+        share.batch["old_log_probs"] = log_probs[-1]
+        metrics = worker.update_actor(share).meta_info["metrics"]
+        norm = metrics["actor/grad_norm"]
+        norms.append(norm[0] if isinstance(norm, list) else norm)
+    weights = exported(worker)
+    return {
+        "log_probs": log_probs[0].numpy(),
+        "norms": norms,
+        "metrics": {k: v for k, v in metrics.items() if k.startswith("hdp/")},
+        "weights": {k: v.numpy() for k, v in weights.items()} if rank == 0 else None,
+    }
+
+
+def fused_rope_place() -> tuple[int, int]:
+    """What megatron-core tells TransformerEngine's fused RoPE, on a rank alone in a ring."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    kernel, bounds = rope_utils.fused_apply_rotary_pos_emb_thd, torch.tensor([0, 8])
+    bounds.hdp_ring = Ring((3, 5, 7), 1, None)
+    rope_utils.fused_apply_rotary_pos_emb_thd = lambda *_, cp_size, cp_rank: (cp_size, cp_rank)
+    try:
+        config = SimpleNamespace(apply_rope_fusion=True)
+        return rope_utils.apply_rotary_pos_emb(torch.zeros(4, 1, 2), torch.zeros(8, 1, 1, 2), config, bounds)
+    finally:
+        rope_utils.fused_apply_rotary_pos_emb_thd = kernel
+
+
+def learn_in(rank: int, paths: dict, dump: str) -> tuple[list[dict], tuple[int, int]]:
+    actor, results = "actor_rollout_ref.actor", []
+    for layout, cap in RUNS:
+        overrides = [f"{actor}.ppo_micro_batch_size_per_gpu=8"]  # the whole mini-batch
+        if cap:
+            os.environ["USE_HDP"], os.environ["HDP_DUMP"] = "1", dump
+            overrides = [f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu={cap}"]
+        with Sent() as sent:
+            results.append(learn(layout, paths[layout.kind], rank, *overrides))
+        results[-1]["sent"] = sent.bytes
+    return results, fused_rope_place()
+
+
+def reference(path, dp: int) -> tuple[torch.Tensor, list[float], dict[str, torch.Tensor]]:
+    """Log-probs, gradient norms and final weights with Hugging Face and torch's AdamW.
+
+    ``dp``: data-parallel ranks, each of which averages over the tokens it has.
+    """
+    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, kl_penalty
+    from verl.workers.config import FSDPActorConfig, OptimizerConfig
+
+    config = FSDPActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=8, optim=OptimizerConfig(lr=1.0)
+    )
+    model, batch = hugging_face(path), batch_of_many_lengths()
+    decayed, others = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer, norms, first = torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPSILON), [], None
+    for _ in range(UPDATES):
+        log_prob = response_log_probs(model, batch)
+        first = log_prob.detach() if first is None else first
+        losses = []
+        names = ("advantages", "response_mask", "ref_log_prob")
+        for own, advantages, mask, ref in zip(*(x.chunk(dp) for x in (log_prob, *(batch[n] for n in names))),
+                                              strict=True):  # fmt: skip
+            kl = (kl_penalty(own, ref, "low_var_kl") * mask).sum() / mask.sum()
+            loss, _ = compute_policy_loss_vanilla(own.detach(), own, advantages, mask, "token-mean", config)
+            losses.append(loss + KL * kl)
+        optimizer.zero_grad()
+        (sum(losses) / dp).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+    return first, norms, model.state_dict()
+
+
+@pytest.mark.timeout(240)
+def test_rings_learn_what_plain_cp_and_hugging_face_learn(tmp_path):
+    paths = {kind: make_checkpoint(kind, tmp_path / kind) for kind in ("dense", "moe")}
+    dump = tmp_path / "hdp.jsonl"
+    ranks = run_ranks(4, learn_in, paths, str(dump), seconds=220)
+    known, sent = {}, []
+    for number, (layout, cap) in enumerate(RUNS):
+        dp = 4 // (layout.tp * layout.pp * layout.cp)
+        if (layout.kind, dp) not in known:
+            known[layout.kind, dp] = reference(paths[layout.kind], dp)
+        results = [results[number] for results, _ in ranks]
+        compare(results, *known[layout.kind, dp], f"{layout} {cap}")
+        sent.append(sum(result["sent"] for result in results))
+        print(f"{layout} {cap}: {sent[-1]} bytes", results[0]["metrics"])
+        assert bool(results[0]["metrics"]) == (cap is not None)
+
+    plans = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert {p["phase"] for p in plans} == {"log_prob", "update"}
+    sizes = [set(p["size"]) for p in plans]
+    assert {1, 2, 3, 4} in sizes and {1} in sizes and {1, 2} in sizes
+    cp4, cp2, rings_of_cp4, none, rings_of_cp2, *_ = sent
+    assert 0 < rings_of_cp4 < 0.8 * cp4 and 0 < rings_of_cp2 < 0.9 * cp2 and none == 0
+    assert all(place == (3, 1) for _, place in ranks)
+
+
+def compare(results: list[dict], log_probs, norms: list[float], weights: dict, what: str) -> None:
+    """What ranks learnt with what `reference` did."""
+    for rank, result in enumerate(results):
+        found = torch.from_numpy(result["log_probs"])
+        error = min((found - part).abs().max().item() for part in log_probs.split(len(found)))
+        assert error <= 1e-5, f"{what}, rank {rank}: log-probs are off by {error}"
+        assert result["norms"] == pytest.approx(norms, rel=1e-5), f"{what}, rank {rank}"
+    got = results[0]["weights"]
+    worst = max((weights[name] - torch.from_numpy(got[name])).abs().max().item() for name in weights)
+    gaps = [abs(a / b - 1) for a, b in zip(results[0]["norms"], norms, strict=True)]
+    print(f"{what}: log-probs {error:.1e}, gradient norms {max(gaps):.1e}, weights {worst:.1e}")
+    assert worst < 5e-6, f"{what}: weights differ by {worst}"
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+def test_losses_of_micro_batches_add_up_to_that_of_the_batch(mode):
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    mask = batch_of_many_lengths()["response_mask"]
+    mask[6] = 0
+    losses, micro_batches = torch.randn(mask.shape), [[0], [1, 5, 6], [2, 3, 4, 7]]
+    info = whole_batch_info(mask, len(micro_batches))
+    parts = [agg_loss(losses[rows], mask[rows], mode, **info) for rows in micro_batches]
+    torch.testing.assert_close(torch.stack(parts).mean(), agg_loss(losses, mask, mode))

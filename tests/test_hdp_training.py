@@ -1,0 +1,123 @@
+"""Packing by rings, agreement between CP groups, and what is refused: no processes and no Megatron needed."""
+
+from __future__ import annotations
+
+from dataclasses import make_dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ascend_rl import hdp_training
+from ascend_rl.hdp import QWEN3_235B, plan
+from ascend_rl.hdp_training import Ring, Share
+
+PackedSeqParams = make_dataclass("PackedSeqParams", [
+    f"{what}_{side}{padded}"
+    for what, ends in (("cu_seqlens", ("", "_padded")), ("max_seqlen", ("",))) for padded in ends
+    for side in ("q", "kv")
+] + ["qkv_format"])  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_every_token_is_on_one_rank_where_cp_puts_it(size, tp_size):
+    generator = torch.Generator().manual_seed(size)
+    width, lengths = 50, torch.tensor([50, 1, 17, 24, 7])
+    begin = torch.randint(0, 50, (5,), generator=generator).minimum(width - lengths)
+    columns = torch.arange(width)
+    mask = (columns >= begin[:, None]) & (columns < (begin + lengths)[:, None])
+    values = torch.randint(1, 1000, mask.shape, generator=generator)
+    mine = [0, 1, 3, 4]
+    held = torch.zeros_like(mask, dtype=torch.int64)
+    for rank in range(size):
+        share = Share(mask, mine, Ring(tuple(range(size)), rank, None), tp_size)
+        held[share.row, share.column] += 1
+        assert share.tokens * size == share.bounds[-1] and share.tokens % tp_size == 0
+        packed = torch.zeros(share.tokens, dtype=values.dtype)
+        packed[share.at] = values[share.row, share.column]
+        expected = []  # each sequence, padded, in 2 * size chunks, of which a rank has one from each end
+        for i, end in zip(mine, share.bounds.diff().tolist(), strict=True):
+            assert end % (2 * size * tp_size) == 0 and end - lengths[i] < 2 * size * tp_size
+            chunks = torch.nn.functional.pad(values[i][mask[i]], (0, end - int(lengths[i]))).chunk(2 * size)
+            expected += [chunks[rank], chunks[2 * size - 1 - rank]]
+        assert torch.equal(packed, torch.cat(expected))
+        assert share.longest == share.bounds.diff().max()
+        assert hdp_training.place(share.bounds, 8, 7) == (size, rank)
+    assert torch.equal(held, mask.long() * torch.tensor([1, 1, 0, 1, 1])[:, None])
+
+
+def test_bounds_without_a_ring_are_those_of_the_cp_group():
+    assert hdp_training.place(torch.tensor([0, 8]), 8, 7) == (8, 7)
+
+
+def test_other_stages_of_a_pipeline_embed_nothing():
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    parallel = SimpleNamespace(cp_rank=1, tp_size=1, ring=lambda first, size: Ring((1,), 0, None))
+    micro_batch = hdp_training.MicroBatch(torch.tensor([[0, 1], [1, 1]]), parallel)
+    ids = torch.arange(16).view(2, 8)
+    packed, params = micro_batch.pack(ids, mask, PackedSeqParams, True)
+    assert packed.tolist() == [list(range(8, 16))] and params.cu_seqlens_kv_padded.tolist() == [0, 8]
+    assert micro_batch.pack(ids, mask, PackedSeqParams, False)[0] is ids
+
+
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_cp_groups_agree_on_the_number_of_micro_batches(multiple):
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        lengths = [rng.integers(1, 400, 24).tolist() for _ in range(3)]
+        lengths[1] = [20] * 24  # needs far fewer on its own
+        plans = hdp_training.agree(lengths, 4, 200, QWEN3_235B, multiple)
+        counts = {p.micro_batches for p in plans}
+        alone = [plan(own, 4, 1, 200, multiple=multiple).micro_batches for own in lengths]
+        assert len(counts) == 1 and counts.pop() >= max(alone) > min(alone)
+        for own, found in zip(lengths, plans, strict=True):
+            assert found.micro_batches % multiple == 0
+            assert set(found.micro_batch.tolist()) == set(range(found.micro_batches))
+            assert len(own) == len(found.size)
+
+
+ACTOR = {"megatron": {"context_parallel_size": 2, "use_remove_padding": True}}
+
+
+@pytest.mark.parametrize(
+    "changes, transformer, mtp, said",
+    [
+        ({"megatron": {"context_parallel_size": 1}}, {}, None, "context_parallel_size"),
+        ({"megatron": ACTOR["megatron"] | {"use_remove_padding": False}}, {}, None, "use_remove_padding"),
+        ({"use_fused_kernels": True}, {}, None, "use_fused_kernels"),
+        ({"router_replay": {"mode": "R3"}}, {}, None, "router_replay"),
+        ({"policy_loss": {"loss_mode": "geo_mean"}}, {}, None, "geo_mean"),
+        ({}, {}, {"enable": True}, "multi-token prediction"),
+        ({}, {"fp8": "e4m3"}, None, "fp8"),
+        ({}, {"context_parallel_algo": "ulysses_cp_algo"}, None, "context_parallel_algo"),
+        ({}, {"attention_mask_type": "general"}, None, "attention_mask_type"),
+    ],
+)
+def test_what_does_not_work_together_is_refused(changes, transformer, mtp, said, monkeypatch):
+    arguments = ACTOR | changes, SimpleNamespace(**transformer), mtp, None, "cpu"
+    monkeypatch.setenv("USE_HDP", "0")
+    assert hdp_training.setup(*arguments) is None
+    monkeypatch.setenv("USE_HDP", "1")
+    with pytest.raises(ValueError, match=said) as refused:
+        hdp_training.setup(*arguments)
+    assert "set USE_HDP=0" in str(refused.value)
+    assert hdp_training.problems(ACTOR, SimpleNamespace(), None) == []
+
+
+def test_the_cost_model_can_be_given(monkeypatch):
+    monkeypatch.delenv("HDP_COST_MODEL", raising=False)
+    assert hdp_training.cost_model() == QWEN3_235B
+    monkeypatch.setenv("HDP_COST_MODEL", "1,2e-5,3,4,5")
+    assert hdp_training.cost_model().pair == 2e-5
+    monkeypatch.setenv("HDP_COST_MODEL", "1,2")
+    with pytest.raises(ValueError, match="five numbers"):
+        hdp_training.cost_model()
+
+
+def test_micro_batches_of_a_fixed_count_are_refused():
+    with pytest.raises(ValueError, match="use_dynamic_bsz=True"):
+        hdp_training.HybridDataParallel.split(SimpleNamespace(), {}, False, None, 1)
+    with pytest.raises(ValueError, match="multi-modal"):
+        hdp_training.HybridDataParallel.split(SimpleNamespace(), {"multi_modal_inputs": []}, True, 8, 1)
