@@ -21,6 +21,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -237,6 +238,35 @@ def generate(path: str, prompts: list[list[int]], sampling: dict, **options) -> 
         "calls": dict(calls),
         "runner": f"{type(runner).__module__}.{type(runner).__name__}",
     }
+
+
+def on_ranks(world: int, function, *args):
+    """In a job: what ``function`` returns on rank 0 of ``world``, as vLLM's external_launcher wants them.
+
+    A rank that fails ends all.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    first, others = os.getpid(), []
+    for rank in range(1, world):
+        others.append(os.fork())
+        if not others[-1]:
+            try:
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                function(*args)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os.kill(first, signal.SIGKILL)
+                os._exit(1)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+    try:
+        return function(*args)
+    finally:
+        for pid in others:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.parametrize("sizes", [None, [1, 2, 4]])
-def test_sizes_reach_vllm(launch_server, sizes):
+def test_sizes_reach_vllm(launch, sizes):
     given = "null" if sizes is None else sizes
-    args = launch_server(f"actor_rollout_ref.rollout.cudagraph_capture_sizes={given}", device="cpu")
+    args = launch(f"actor_rollout_ref.rollout.cudagraph_capture_sizes={given}", device="cpu")
     assert args.cudagraph_capture_sizes == sizes

@@ -11,15 +11,15 @@ PIECEWISE = [f"{VLLM}.compilation_config.cudagraph_mode=PIECEWISE"]
 MTP = ["actor_rollout_ref.model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable_rollout=True"]
 
 
-def test_options_reach_the_engine(launch_server):
-    args = launch_server(*NGRAM, *EX)
+def test_options_reach_the_engine(launch):
+    args = launch(*NGRAM, *EX)
     assert args.speculative_config == {"method": "ngram", "num_speculative_tokens": 3}
     assert args.additional_config == {"enable_npugraph_ex": True}
     assert args.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
 
 
-def test_elsewhere_nothing_changes(launch_server):
-    args = launch_server(*NGRAM, device="cpu")
+def test_elsewhere_nothing_changes(launch):
+    args = launch(*NGRAM, device="cpu")
     assert args.speculative_config == {"method": "ngram", "num_speculative_tokens": 3}
     assert args.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
 
@@ -29,7 +29,7 @@ def test_elsewhere_nothing_changes(launch_server):
     [*NGRAM, *MTP],
     [f"{VLLM}.additional_config.enable_static_kernel=True"],
 ])  # fmt: skip
-def test_contradictions_end_the_start(launch_server, overrides):
+def test_contradictions_end_the_start(launch, overrides):
     where = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     with pytest.raises(ValueError, match=f"contradict each other:\n  {where}"):
-        launch_server(*overrides)
+        launch(*overrides)

@@ -8,6 +8,7 @@ the CPU; memory is never pinned. Real operators: operators.py. This holds in the
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 
@@ -28,6 +29,10 @@ class HostMemory(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.pin_memory:
             return args[0]
+        if getattr(function, "__name__", "") == "all_gather_into_tensor":  # HCCL counts elements only
+            args = (args[0].view(-1), args[1].reshape(-1), *args[2:])
+        if function is torch.histc and not args[0].is_floating_point():  # the device counts integers too
+            return function(args[0].float(), *args[1:], **(kwargs or {})).to(args[0].dtype)
         kwargs = {name: on_host(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if type(kwargs.get("device")) is int:
             kwargs["device"] = "cpu"
@@ -52,6 +57,7 @@ sys.modules |= {part.__name__: part for part in (npu.memory, npu.streams)}
 
 torch.utils.rename_privateuse1_backend("npu")
 sys.modules["torch.npu"] = npu
+torch._C._get_accelerator = lambda check=None: torch.device("cpu")  # torch.distributed.barrier asks
 torch.Tensor.npu = lambda self, *args, **kwargs: self
 
 _groups = []  # torch holds the C++ half of a process group only
@@ -67,9 +73,20 @@ torch.distributed.Backend.register_backend("hccl", gloo, devices=["npu", "cpu"])
 _impl = torch.library.Library.impl
 
 
+def on_npu(function):
+    """Within an operator the mode is off that called it."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with HostMemory():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def impl(self, operator, function, dispatch_key="", **kwargs):
     if self.ns == "vllm" and dispatch_key == "PrivateUse1":  # torch registers its own kernels for both
-        dispatch_key = "CPU"
+        dispatch_key, function = "CPU", on_npu(function)
     return _impl(self, operator, function, dispatch_key, **kwargs)
 
 

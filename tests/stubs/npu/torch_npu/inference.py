@@ -21,8 +21,19 @@ def kernel(namespace: str):
     return register
 
 
-for _function in (kernels.npu_rms_norm, kernels.npu_swiglu, kernels.npu_grouped_matmul):
+for _function in (kernels.npu_rms_norm, kernels.npu_swiglu):
     KERNELS["npu"][_function.__name__] = _function
+
+
+@kernel("npu")
+def npu_grouped_matmul(x, weight, *, group_list, group_type, group_list_type=0, split_item=0):
+    """Rows behind the last group, those of other ranks' experts, are left alone."""
+    rows = int(group_list.sum() if group_list_type == 1 else group_list[-1])
+    (product,) = kernels.npu_grouped_matmul.__wrapped__(
+        [x[0][:rows]], weight, group_list=group_list, group_type=group_type,
+        group_list_type=group_list_type, split_item=split_item,
+    )  # fmt: skip
+    return [torch.cat((product, product.new_zeros(len(x[0]) - rows, product.shape[1])))]
 
 
 @kernel("npu")
@@ -185,3 +196,55 @@ def npu_moe_token_unpermute(
     if probs is None:
         return rows
     return (rows.view(*probs.shape, -1) * probs.unsqueeze(-1).to(rows.dtype)).sum(1)
+
+
+def of_all_ranks(value) -> list:
+    """What every rank of the default group passes, in order: the communication in MC2 operators."""
+    gathered = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+@kernel("npu")
+def npu_moe_token_permute(tokens, indices, num_out_tokens=None, padded_mode=False):
+    """A row for each of a token's experts, by expert; where each went."""
+    order = indices.flatten().argsort(stable=True)
+    each = indices.shape[1] if indices.ndim == 2 else 1
+    return tokens[order // each], order.argsort().to(torch.int32)
+
+
+@kernel("npu")
+def npu_moe_distribute_dispatch_v2(
+    x, expert_ids, group_ep, ep_world_size, ep_rank_id, moe_expert_num, *, expert_shard_type=0,
+    shared_expert_rank_num=0, quant_mode=0, global_bs=0, expert_token_nums_type=1, group_tp="",
+    tp_world_size=0, tp_rank_id=0,
+):  # fmt: skip
+    """Rows for the experts of this rank, by expert, and where those end; (rank, place in its expert_ids)."""
+    assert expert_shard_type == shared_expert_rank_num == quant_mode == expert_token_nums_type == 0
+    assert expert_ids.numel() == 0 or 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < moe_expert_num
+    local = moe_expert_num // ep_world_size
+    rows, experts, origins = [], [], []
+    for rank, (tokens, ids) in enumerate(of_all_ranks((x, expert_ids.long()))):
+        place = (ids.flatten() // local == ep_rank_id).nonzero().flatten()
+        rows.append(tokens[place // ids.shape[1]])
+        experts.append(ids.flatten()[place] % local)
+        origins.append(torch.stack((torch.full_like(place, rank), place), 1))
+    experts = torch.cat(experts)
+    order = experts.argsort(stable=True)
+    ends = torch.bincount(experts, minlength=local).cumsum(0)
+    nothing = x.new_zeros(0)
+    return torch.cat(rows)[order], nothing, torch.cat(origins)[order], ends, nothing, nothing, nothing
+
+
+@kernel("npu")
+def npu_moe_distribute_combine_v2(
+    expand_x, expert_ids, assist_info_for_combine, ep_send_counts, expert_scales, group_ep, ep_world_size,
+    ep_rank_id, moe_expert_num, *, tp_send_counts=None, expand_scales=None, group_tp="", tp_world_size=0,
+    tp_rank_id=0, expert_shard_type=0, shared_expert_rank_num=0, global_bs=0,
+):  # fmt: skip
+    output = expand_x.new_zeros(len(expert_ids), expand_x.shape[1])
+    for rows, origins in of_all_ranks((expand_x, assist_info_for_combine)):
+        mine = origins[:, 0] == ep_rank_id
+        place = origins[mine, 1]
+        output.index_add_(0, place // expert_ids.shape[1], rows[mine] * expert_scales.flatten()[place, None])
+    return output

@@ -15,6 +15,7 @@ memory = types.ModuleType("torch_npu.npu.memory")
 memory._set_allocator_settings = allocator_settings.append
 memory.NPUPluggableAllocator = memory.MemPool = object  # only named in annotations
 streams = types.ModuleType("torch_npu.npu.streams")
+mstx = types.ModuleType("torch_npu.npu.mstx")  # only named, by verl's profiler
 config = types.SimpleNamespace(allow_internal_format=False)
 
 
@@ -79,7 +80,7 @@ def do_nothing(*args, **kwargs) -> None:
 
 
 synchronize = set_stream = set_device = empty_cache = reset_peak_memory_stats = manual_seed_all = do_nothing
-set_compile_mode = _subscribe_report = _unsubscribe_report = do_nothing
+ipc_collect = set_compile_mode = _subscribe_report = _unsubscribe_report = do_nothing
 
 
 def device_count() -> int:

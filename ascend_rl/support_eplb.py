@@ -1,0 +1,163 @@
+"""Dynamic expert balance (EPLB) of vllm-ascend in verl's rollout: settings, and weights where experts are.
+
+Problem: verl gives EPLB no way into the engine, and vllm-ascend 0.13.0 balances quantised models that are
+loaded once. Unquantised experts fail at the start; past that, tokens would go to the slots of the first map,
+a weight sync would load experts into these, whatever has moved, and the next move would copy weights of
+before the sync.
+Idea: the settings are completed and checked before the engine starts. In it, whatever refers to experts is
+looked up when it is needed: the map by the weight loader, the weights by the mover.
+Invariants (tests/test_support_eplb.py, tests/patched/test_npu_eplb.py): without VLLM_ENABLE_EPLB=1 nothing
+changes; given settings win over defaults; a slot holds the newest weights of the expert that the maps name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+SWITCH = "VLLM_ENABLE_EPLB"
+OURS = 4  # eplb_policy_type of ascend_rl.eplb.VllmAscendPolicy
+POLICIES = range(OURS + 1)
+MODELS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")  # for which vllm-ascend collects loads
+# additional_config of vllm-ascend 0.13.0: flat keys, or all below eplb_config under other names.
+REDUNDANT = "init_redundancy_expert"
+COLLECT, WAIT = "num_iterations_eplb_update", "num_wait_worker_iterations"  # steps
+GROUP = "eplb_config"
+GROUP_NAMES = {
+    REDUNDANT: "num_redundant_experts",
+    COLLECT: "expert_heat_collection_interval",
+    WAIT: "algorithm_execution_interval",
+}
+SAME_NAMES = ("dynamic_eplb", "eplb_policy_type", "expert_map_path", "expert_map_record_path")
+Conflict = tuple[str, str, str]  # key, what is wrong, what to do
+
+
+def engine_args(
+    args: Mapping[str, Any], model: Any, device: str, environ: MutableMapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Arguments of vLLM's server with dynamic EPLB on and our policy, if VLLM_ENABLE_EPLB=1.
+
+    Args:
+        args: the arguments so far; additional_config in them as dict or as JSON.
+        model: Hugging Face's configuration.
+        device: "npu", "cuda" or "cpu".
+        environ: DYNAMIC_EPLB, without which vllm-ascend refuses its options, is set in it for the engine.
+
+    Raises:
+        ValueError: EPLB cannot work with these arguments.
+    """
+    if environ.get(SWITCH, "0") != "1":
+        return dict(args)
+    extra = args.get("additional_config") or {}
+    extra = json.loads(extra) if isinstance(extra, str) else dict(extra)
+    found = list(_conflicts(args, extra, model, device, environ))
+    if found:
+        lines = "\n".join(f"  {key}: {why}; {fix}" for key, why, fix in found)
+        raise ValueError(f"{SWITCH}=1 cannot work with these settings:\n{lines}")
+    settings = {"dynamic_eplb": True, "eplb_policy_type": OURS}
+    if GROUP in extra:
+        extra[GROUP] = settings | dict(extra[GROUP])
+    else:
+        extra = settings | extra
+    environ["DYNAMIC_EPLB"] = "true"
+    return {**args, "additional_config": extra}
+
+
+def _conflicts(
+    args: Mapping[str, Any], extra: Mapping[str, Any], model: Any, device: str, environ: Mapping[str, str]
+) -> Iterator[Conflict]:
+    rollout = "actor_rollout_ref.rollout"
+    below = f"{rollout}.engine_kwargs.vllm"
+    if device != "npu":
+        yield SWITCH, f"it is vllm-ascend's, and the rollout runs on {device}", "unset it"
+        return
+    if model.model_type not in MODELS:
+        yield "model", f"{model.model_type} has no experts that vllm-ascend balances", f"unset {SWITCH}"
+        return
+    for key in ("quantization", "enable_eplb"):
+        if args.get(key):
+            yield f"{below}.{key}", f"{args[key]} next to vllm-ascend's EPLB is not supported", "leave it out"
+    if environ.get("ALL_TO_ALL_RESHARD") == "1":
+        yield "ALL_TO_ALL_RESHARD", "it sends experts to where they were at first", "set it to 0"
+    ranks = (args.get("tensor_parallel_size") or 1) * (args.get("data_parallel_size") or 1)
+    if not args.get("enable_expert_parallel") or ranks < 2:
+        yield (
+            f"{rollout}.expert_parallel_size",
+            "without expert parallelism all ranks hold all experts",
+            "set it to tensor_model_parallel_size x data_parallel_size, 2 or more",
+        )
+    if (args.get("pipeline_parallel_size") or 1) > 1:
+        yield f"{below}.pipeline_parallel_size", "each stage would wait for layers of others", "set it to 1"
+
+    grouped, where, names = extra.get(GROUP), f"{below}.additional_config", {}
+    if grouped is not None:
+        for key in (*GROUP_NAMES, *SAME_NAMES):
+            if key in extra:
+                yield f"{where}.{key}", f"vllm-ascend ignores it next to {GROUP}", f"put it into {GROUP}"
+        where, names = f"{where}.{GROUP}", GROUP_NAMES
+    given = extra if grouped is None else grouped
+    if given.get("dynamic_eplb") not in (None, True):
+        yield f"{where}.dynamic_eplb", f"it is {given['dynamic_eplb']!r}", f"leave it out, or unset {SWITCH}"
+    policy = given.get("eplb_policy_type", OURS)
+    if policy not in POLICIES:
+        fix = f"one of {', '.join(map(str, POLICIES))}"
+        yield f"{where}.eplb_policy_type", f"vllm-ascend takes {policy!r} for the random policy", fix
+    for key in (COLLECT, WAIT):
+        key = names.get(key, key)
+        if not _is_count(given.get(key, 1), 1):
+            yield f"{where}.{key}", f"{given[key]!r} is no number of steps", "give an integer above 0"
+    for key in ("expert_map_path", "expert_map_record_path"):
+        if given.get(key):
+            yield f"{where}.{key}", "a static or recorded map is not dynamic EPLB", "leave it out"
+    key = names.get(REDUNDANT, REDUNDANT)
+    redundant = given.get(key, 0)
+    experts = getattr(model, "num_experts", None) or model.n_routed_experts
+    if not _is_count(redundant, 0):
+        yield f"{where}.{key}", f"{redundant!r} is no number of experts", "give an integer, 0 or more"
+    elif (experts + redundant) % ranks:
+        fix = f"for example {-experts % ranks + ranks}"
+        yield f"{where}.{key}", f"{experts} + {redundant} experts do not divide by {ranks} ranks", fix
+    elif (experts + redundant) // ranks > experts:
+        fix = f"at most {experts * (ranks - 1)}"
+        yield f"{where}.{key}", "a rank would hold an expert twice", fix
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+# In vllm-ascend (patch support_eplb).
+
+
+class CurrentExperts:
+    """Unquantised expert weights of vLLM's model by layer, as they are now: [slot][w13, w2].
+
+    A weight sync replaces the parameters, so tensors must not be kept.
+    """
+
+    def __init__(self, model: Any):
+        self.layers = model.model.layers
+
+    def __getitem__(self, layer: int) -> list[list[Any]]:
+        experts = self.layers[layer].mlp.experts
+        return [list(slot) for slot in zip(experts.w13_weight.data, experts.w2_weight.data, strict=True)]
+
+    def buffers(self) -> list[list[Any]]:
+        """Memory for the experts that a rank receives at once, at most all of a layer."""
+        return [[weight.new_empty(weight.shape) for weight in slot] for slot in self[len(self.layers) - 1]]
+
+
+def in_slots(slots: Any, rank: int, each: int, redundant: int) -> Any:
+    """[tokens, experts of a token] whether a slot is one of ``rank``'s, which has ``each``, for AllGather.
+
+    Raises:
+        ValueError: every rank sees all tokens and chooses copies by its own map: some would count twice.
+    """
+    if redundant:
+        raise ValueError(
+            f"EPLB with {redundant} redundant experts needs MC2 or AllToAll, and vllm-ascend chose AllGather "
+            "(Atlas A2): set init_redundancy_expert=0, and experts are only reordered"
+        )
+    return (slots >= rank * each) & (slots < (rank + 1) * each)

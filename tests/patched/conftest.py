@@ -1,0 +1,41 @@
+"""verl's server of the rollout, up to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hydra import compose, initialize_config_module
+
+
+@pytest.fixture
+def launch(tiny, monkeypatch):
+    """Run verl's launch_server up to the engine; returns the engine's arguments."""
+    import verl.utils.device
+    import verl.workers.rollout.vllm_rollout.vllm_async_server as server_module
+    from verl.workers.rollout.replica import RolloutMode
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    class Server(server_module.vLLMHttpServer):
+        # launch_server has parsed the command line; vLLM would load the model now.
+        async def run_server(self, args):
+            self.engine_args = AsyncEngineArgs.from_cli_args(args)
+
+    def launch(*overrides, model=tiny / "model", device="npu", dies=1):
+        monkeypatch.setattr(server_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+        monkeypatch.setattr(verl.utils.device, "get_device_name", lambda: device)
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", overrides=[
+                f"actor_rollout_ref.model.path={model}",
+                "actor_rollout_ref.rollout.name=vllm",
+                "actor_rollout_ref.rollout.enforce_eager=False",
+                "actor_rollout_ref.rollout.max_model_len=64",
+                *overrides,
+            ])
+        rollout = config.actor_rollout_ref
+        server = Server(rollout.rollout, rollout.model, RolloutMode.HYBRID, [None] * dies, 0, 0, dies, 1, "0")
+        asyncio.run(server.launch_server())
+        return server.engine_args
+
+    return launch

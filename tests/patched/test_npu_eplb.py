@@ -1,0 +1,231 @@
+"""With EPLB on, vllm-ascend's rollout computes with the trainer's weights, wherever its experts have moved.
+
+Two ranks, each with vllm-ascend's worker, runner and EPLB process, on the CPU; the weight sync is verl's. The
+oracle is Hugging Face with the same weights: log-probs of the whole vocabulary at each position.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from npu_ground import on_ranks, save_random_model
+
+RANKS, LAYERS, EXPERTS, NEW_TOKENS, TOLERANCE = 2, 2, 8, 4, 5e-5
+COLLECT, WAIT = 16, 1  # steps until the worker plans, and until its plan is carried out
+PROMPTS = [[(7 * i + 3 * j + i * j) % 13 for j in range(3 + 4 * i)] for i in range(4)]
+
+
+class Rank:
+    """One rank of the engine; all ranks call the same methods in the same order."""
+
+    def __init__(self, path: str, redundant: int):
+        from npu_ground import make_llm
+
+        self.llm = make_llm(
+            path, tensor_parallel_size=RANKS, distributed_executor_backend="external_launcher",
+            enable_expert_parallel=True, enable_prefix_caching=False, max_logprobs=50,
+            worker_extension_cls="verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
+            additional_config={
+                "dynamic_eplb": True, "eplb_policy_type": 4, "init_redundancy_expert": redundant,
+                "num_iterations_eplb_update": COLLECT, "num_wait_worker_iterations": WAIT,
+            },
+        )  # fmt: skip
+        self.worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        self.runner, self.stages = self.worker.model_runner, []
+        self.updator = self.runner.eplb_updator
+
+    def experts(self):
+        return [layer.mlp.experts for layer in self.runner.model.model.layers]
+
+    def sync(self, file: str) -> None:
+        import asyncio
+        import threading
+
+        from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+        self.weights = torch.load(file)
+        self.worker.device = torch.device("cpu")
+        sender = BucketedWeightSender(self.worker._get_zmq_handle(), bucket_size_mb=1, use_shm=True)
+        sending = sender.async_send_weights(iter(self.weights.items()))
+        thread = threading.Thread(target=asyncio.run, args=(sending,), daemon=True)
+        thread.start()
+        self.worker.update_weights_from_ipc(use_shm=True)
+        thread.join()
+
+    def generate(self, prompts, tokens: int):
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=self.vocabulary()
+        )
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [output.outputs[0] for output in self.llm.generate(requests, sampling, use_tqdm=False)]
+
+    def vocabulary(self) -> int:
+        return self.runner.model_config.get_vocab_size()
+
+    def step_to(self, iteration: int) -> None:
+        """To this step of EPLB's cycle; the load is always that of the prompts."""
+        while self.updator.cur_iterations != iteration:
+            self.generate(PROMPTS, 1)
+
+    def stage(self, file: str) -> None:
+        """Look: what comes out with the weights of ``file``, and which expert each slot of this rank has."""
+        table = []
+        for layer, experts in enumerate(self.experts()):
+            held = self.runner.eplb_adaptor.expert_map_per_layer_cpu[layer]
+            table.append(held.argsort()[(held < 0).sum() :].tolist())
+            if hasattr(self, "weights"):
+                for slot, expert in enumerate(table[-1]):
+                    self.compare(experts, slot, f"model.layers.{layer}.mlp.experts.{expert}.")
+        outputs = self.generate(PROMPTS, NEW_TOKENS)
+        log_probs = [[[at[token].logprob for token in range(self.vocabulary())] for at in output.logprobs]
+                     for output in outputs]  # fmt: skip
+        ids = [list(output.token_ids) for output in outputs]
+        self.stages.append({"file": file, "table": table, "ids": ids, "log_probs": log_probs})
+
+    def compare(self, experts, slot: int, name: str) -> None:
+        gate, up, down = (self.weights[f"{name}{part}_proj.weight"] for part in ("gate", "up", "down"))
+        assert torch.equal(experts.w13_weight[slot], torch.cat((gate, up)).T), f"slot {slot} is not {name}"
+        assert torch.equal(experts.w2_weight[slot], down.T), f"slot {slot} is not {name}"
+
+    def sleep_and_wake_up(self) -> None:
+        """What sleep level 2 does on an NPU: the model's memory is given away; buffers are kept."""
+        from types import SimpleNamespace
+        from unittest import mock
+
+        import vllm_ascend.worker.worker as module
+
+        def lose(offload_tags):
+            assert not offload_tags
+            for tensor in (*self.runner.model.parameters(), *self.runner.model.buffers()):
+                tensor.data.fill_(77)
+            for experts in self.experts():
+                experts.log2phy.fill_(77)
+                experts.moe_load.fill_(77)
+
+        pool = SimpleNamespace(sleep=lose, wake_up=lambda tags: None)
+        with (
+            mock.patch.object(module.CaMemAllocator, "get_instance", lambda: pool),
+            mock.patch("torch.npu.mem_get_info", lambda: (1, 1)),
+        ):
+            self.worker.sleep(2)
+            self.worker.wake_up()
+
+    def end(self) -> list[dict]:
+        self.updator.shutdown()
+        self.runner.manager.shutdown()
+        return self.stages
+
+
+def follow(path: str, files: list[str], redundant: int) -> list[dict]:
+    engine = Rank(path, redundant)
+    engine.stage(files[0])
+    engine.sync(files[1])  # before anything has moved
+    engine.stage(files[1])
+    engine.step_to(0)  # all layers have moved
+    engine.stage(files[1])
+    engine.sync(files[2])
+    engine.stage(files[2])
+    engine.step_to(COLLECT + WAIT + 1)  # of the second round, one layer has moved
+    engine.sync(files[3])
+    engine.step_to(0)
+    engine.stage(files[3])
+    engine.sleep_and_wake_up()
+    engine.sync(files[1])
+    engine.stage(files[1])
+    return engine.end()
+
+
+def rollouts(device: str, path: str, *args) -> list[dict]:
+    import os
+    import sys
+    import tempfile
+    from pathlib import Path
+    from unittest import mock
+
+    import vllm_ascend.utils
+
+    os.environ |= {"DYNAMIC_EPLB": "true", "ASCEND_RT_VISIBLE_DEVICES": "0,1"}
+    tempfile.tempdir = str(Path(path).parent)  # of the sockets of the weight sync
+    sys.modules["vllm_ascend._build_info"].__device_type__ = device
+    vllm_ascend.utils._ascend_device_type = None
+    with mock.patch("torch.npu.get_soc_version", lambda: {"A2": 220, "A3": 250}[device]):
+        return on_ranks(RANKS, follow, path, *args)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """The checkpoint, files with the weights of four training steps (the first: its own), the model."""
+    from transformers import AutoModelForCausalLM
+
+    directory = tmp_path_factory.mktemp("eplb")
+    save_random_model(directory / "model", moe=True)
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    torch.manual_seed(1)
+    files = []
+    for step in range(4):
+        files.append(str(directory / f"{step}.pt"))
+        torch.save({name: tensor.clone() for name, tensor in model.state_dict().items()}, files[-1])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.5 * torch.randn_like(parameter))
+    return directory / "model", files, model
+
+
+def expected(model, ids: list[int], prompt: list[int]) -> torch.Tensor:
+    """[new tokens, vocabulary] log-probs by Hugging Face."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)
+
+
+def gap(stage: dict, model) -> float:
+    model.load_state_dict(torch.load(stage["file"]))
+    found = zip(stage["ids"], stage["log_probs"], PROMPTS, strict=True)
+    return max(
+        (torch.tensor(log_probs) - expected(model, ids, prompt)).abs().max().item()
+        for ids, log_probs, prompt in found
+    )
+
+
+@pytest.mark.parametrize("device, redundant", [("A3", 2), ("A2", 0)])
+def test_the_rollout_follows_the_trainer_and_the_experts(npu_ground, weights, device, redundant):
+    path, files, model = weights
+    stages = npu_ground.run(rollouts, device, str(path), files, redundant)
+    gaps = [gap(stage, model) for stage in stages]
+    assert len(gaps) == 6 and max(gaps) < TOLERANCE, gaps
+    tables = [stage["table"] for stage in stages]
+    assert tables[0] == tables[1] != tables[2] == tables[3] != tables[4] == tables[5]
+
+
+def test_copies_need_a_dispatch_that_chooses_once(npu_ground, weights):
+    path, files, _ = weights
+    with pytest.raises(AssertionError, match="set init_redundancy_expert=0"):
+        npu_ground.run(rollouts, "A2", str(path), files, 2)
+
+
+def planned_layers(policy: int) -> list[int]:
+    """Layers of the plan that the worker makes where the second of three layers is balanced already."""
+    import tempfile
+
+    import torch.distributed as dist
+
+    from ascend_rl.eplb import ascend_expert_maps
+    from vllm_ascend.eplb.core.eplb_worker import EplbWorker
+
+    load = torch.tensor([[[9, 1], [2, 1]], [[1, 1], [1, 1]], [[1, 2], [1, 9]]])
+    table = torch.tensor([[[0, 1], [2, 3]]] * 3)
+    with tempfile.TemporaryDirectory() as directory:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+        maps = torch.from_numpy(ascend_expert_maps(table.numpy(), 4)).int()
+        worker = EplbWorker({"expert_maps": maps, "moe_load": load}, policy)
+        layers = [layer for *_, layer in worker.do_update()]
+        dist.destroy_process_group()
+    return layers
+
+
+@pytest.mark.parametrize("policy", [1, 2, 4])
+def test_a_plan_has_each_layer_once(npu_ground, policy):
+    """The engine takes as many entries as layers: with one too many, the last layer would not move."""
+    assert npu_ground.run(planned_layers, policy) == [0, 1, 2]
