@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ascend_rl import core_binding
 from ascend_rl.launch_plan import endpoint, npus_here
 
 REMIND_S = 30.0
@@ -126,6 +127,7 @@ def main(job: dict) -> int:
         say(f"MindSpeed's operators are not built: {reason} here")
     elif failed := build_operators(folder := Path(job["logs"], "operators")):
         say(f"operators that could not be built: {', '.join(failed)}; see {folder}")
+    core_binding.bind("others")  # Ray, its actors and the driver inherit it; those with a device leave it
     until = time.monotonic() + job["deadline_s"]
     if job["train"] is None:
         problem = wait_for_control(*job["control"], job["deadline_s"])

@@ -41,6 +41,7 @@ class Die:
     health: str  # "OK", or "Warning", "Alarm", "Critical", "UNKNOWN"
     hbm_used_mb: int | None
     hbm_total_mb: int | None
+    bus: str  # address of its PCI function
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def parse_npu_smi(text: str) -> tuple[list[Die], list[Process]]:
             usage = re.findall(r"([^\s/]+)\s*/\s*([^\s/]+)", cells[2])  # memory, then HBM
             used, total = (int(v) if v.isdigit() else None for v in (usage or [("", "")])[-1])
             index = int(words[1]) if len(words) > 1 and words[1].isdigit() else len(dies)
-            dies.append(Die(head[0], int(words[0]), index, head[1], head[2], used, total))
+            dies.append(Die(head[0], int(words[0]), index, head[1], head[2], used, total, cells[1]))
             head = None
     if not dies or head is not None:
         first = next((line.strip() for line in text.splitlines() if line.strip(" +-=")), "nothing")

@@ -29,6 +29,9 @@ export HCCL_OP_EXPANSION_MODE="${HCCL_OP_EXPANSION_MODE:-AIV}"
 export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-2}"
 # Bind threads of a process to the cores next to its die.
 export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-1}"
+# Off until tried on NPUs (docs/host_bound.md). CORE_BINDING=1: a share of the CPUs for each die by NUMA node, which
+# CPU_AFFINITY_CONF is told, for vLLM's engine core and for Ray; ROLLOUT_DISABLE_GC=1: no garbage collection in steps.
+export CORE_BINDING="${CORE_BINDING:-0}" ROLLOUT_DISABLE_GC="${ROLLOUT_DISABLE_GC:-0}"
 # Megatron insists on it where tensor or context parallelism overlap communication.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 # Memory: collect garbage at 60% and do not split large blocks, against fragments. Not expandable_segments: sleep mode of
