@@ -27,7 +27,7 @@ from megatron_tiny import (
 from ranks import run_ranks
 from test_megatron_actor import CLIP, EPSILON, LEARNING_RATE, OVERRIDES, UPDATES, WEIGHT_DECAY
 
-from ascend_rl.hdp_training import Ring, whole_batch_info
+from ascend_rl.hdp_training import RINGS, HybridDataParallel, Ring, whole_batch_info
 
 RECOMPUTE = tuple(
     f"+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_{name}"
@@ -155,6 +155,32 @@ def reference(path, dp: int) -> tuple[torch.Tensor, list[float], dict[str, torch
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         optimizer.step()
     return first, norms, model.state_dict()
+
+
+def test_rope_follows_the_ring():
+    """A rank's chunks are rotated by their place in the whole sequence."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    whole, turns = torch.randn(24, 2, 8), torch.randn(24, 1, 1, 8)
+    expected = rope_utils._apply_rotary_pos_emb_bshd(whole.unsqueeze(1), turns).squeeze(1).chunk(6)
+    chunks = whole.chunk(6)
+    for rank in range(3):
+        bounds = torch.tensor([0, 24])
+        bounds.hdp_ring = Ring((3, 5, 7), rank, None)
+        mine = torch.cat([chunks[rank], chunks[5 - rank]])
+        got = rope_utils._apply_rotary_pos_emb_thd(mine, bounds, turns)
+        assert torch.equal(got, torch.cat([expected[rank], expected[5 - rank]]))
+
+
+def test_packing_follows_the_ring():
+    """The second of two ranks, each alone with a sequence."""
+    from verl.models.mcore import util
+
+    parallel = SimpleNamespace(cp_rank=1, tp_size=1, ring=lambda first, size: Ring((1,), 0, None))
+    micro_batch = {RINGS: torch.tensor([[0, 1], [1, 1]])}
+    pack = HybridDataParallel.on(parallel, micro_batch, util.preprocess_packed_seqs)
+    packed, params = pack(torch.arange(20).view(2, 10), torch.ones(2, 10, dtype=torch.bool))
+    assert packed.tolist() == [list(range(10, 20))] and params.cu_seqlens_q_padded.tolist() == [0, 10]
 
 
 @pytest.mark.timeout(240)

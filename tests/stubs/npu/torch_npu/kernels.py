@@ -1,4 +1,4 @@
-"""The kernels that MindSpeed's forward pass calls, in plain torch, with the arguments it uses."""
+"""The kernels that MindSpeed calls, in plain torch, with the arguments it uses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn.functional import silu
 
 __all__ = [
     "npu_fusion_attention",
+    "npu_fusion_attention_grad",
     "npu_gmm",
     "npu_grouped_matmul",
     "npu_rms_norm",
@@ -73,6 +74,55 @@ def npu_fusion_attention(
         maxima.append(maximum)
         sums.append(total)
     return torch.cat(outputs), _by_head(maxima), _by_head(sums), torch.empty(0), 0, 0, 0
+
+
+@counted
+def npu_fusion_attention_grad(
+    query,
+    key,
+    value,
+    dy,
+    head_num,
+    input_layout,
+    *,
+    softmax_max,
+    softmax_sum,
+    attention_in,
+    scale_value,
+    atten_mask=None,
+    sparse_mode=0,
+    keep_prob=1.0,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    **ignored,
+):
+    """Gradients of query, key and value, given the output and the softmax over all that a query attends to.
+
+    Those may include keys of other ranks: maximum and sum are of the whole softmax, as `npu_fusion_attention`
+    returns them.
+    """
+    assert input_layout == "TND" and keep_prob == 1.0
+    groups, grads = head_num // key.shape[1], ([], [], [])
+    ends = zip(pairwise(_from_zero(actual_seq_qlen)), pairwise(_from_zero(actual_seq_kvlen)), strict=True)
+    for (begin, end), (begin_kv, end_kv) in ends:
+        own, q = slice(begin, end), query[begin:end]
+        k, v = (x[begin_kv:end_kv].repeat_interleave(groups, 1) for x in (key, value))
+        maximum, total = (
+            x.reshape(-1, 8)[begin * head_num : end * head_num, 0].view(head_num, -1, 1).transpose(0, 1)
+            for x in (softmax_max, softmax_sum)
+        )
+        weights = (torch.einsum("qhc,khc->qhk", q, k) * scale_value - maximum).exp() / total
+        if atten_mask is not None:
+            hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))
+            weights = weights.masked_fill(hidden[:, None], 0)
+        by_weight = torch.einsum("qhc,khc->qhk", dy[own], v)
+        by_weight = by_weight - (dy[own] * attention_in[own]).sum(-1, keepdim=True)
+        by_score = weights * by_weight * scale_value
+        grads[0].append(torch.einsum("qhk,khc->qhc", by_score, k))
+        for parts, by_key, other in ((grads[1], by_score, q), (grads[2], weights, dy[own])):
+            by_head = torch.einsum("qhk,qhc->khc", by_key, other)
+            parts.append(by_head.unflatten(1, (-1, groups)).sum(2))
+    return *map(torch.cat, grads), torch.empty(0)
 
 
 def _by_head(values: list[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,72 @@
+"""USE_HDP=1 on MindSpeed's ring attention, where frameworks/mindspeed is present: as in test_enable_hdp.py.
+
+MindSpeed's own communication and its own forward and backward of ring attention run; tests/stubs/npu stands
+in for the kernels of a step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from megatron_tiny import Layout, make_checkpoint
+from ranks import run_ranks
+from test_enable_hdp import compare, learn, reference
+from test_mindspeed import FLASH, MINDSPEED, options
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.skipif(
+        not (MINDSPEED / "mindspeed").is_dir(),
+        reason="frameworks/mindspeed is absent: ./download_frameworks_source_code.sh --only mindspeed",
+    ),
+    pytest.mark.timeout(240),
+]
+
+
+def ring(size: int) -> Layout:
+    return Layout(cp=size, options=FLASH + options(
+        context_parallel_size=size, context_parallel_algo="megatron_cp_algo", attention_mask_type="causal"
+    ))  # fmt: skip
+
+
+RUNS = [(ring(4), None), (ring(2), None), (ring(4), 12), (ring(2), 20)]
+
+
+def on_mindspeed(rank: int, path: Path) -> list[dict]:
+    """What was learnt, with the bytes this rank sent in attention's rings."""
+    sys.argv = sys.argv[:1]  # MindSpeed reads the command line, which is pytest's here
+    import mindspeed.megatron_adaptor  # noqa: F401
+    from mindspeed.core.context_parallel.utils import RingP2P
+
+    send, sent, results, actor = RingP2P.async_send_recv, [], [], "actor_rollout_ref.actor"
+
+    def counted(self, tensor, *args, **kwargs):
+        sent.append(tensor.numel() * tensor.element_size())
+        return send(self, tensor, *args, **kwargs)
+
+    RingP2P.async_send_recv = counted
+    for layout, cap in RUNS:
+        overrides = [f"{actor}.ppo_micro_batch_size_per_gpu=8"]
+        if cap:
+            os.environ["USE_HDP"] = "1"
+            overrides = [f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu={cap}"]
+        sent.clear()
+        results.append(learn(layout, path, rank, *overrides))
+        results[-1]["sent"] = sum(sent)
+    return results
+
+
+def test_rings_learn_what_hugging_face_learns(tmp_path):
+    path = make_checkpoint("dense", tmp_path / "dense")
+    ranks = run_ranks(4, on_mindspeed, path, seconds=220, stubs=(ROOT / "tests/stubs/npu", MINDSPEED))
+    sent = []
+    for number, (layout, cap) in enumerate(RUNS):
+        results = [results[number] for results in ranks]
+        compare(results, *reference(path, 4 // layout.cp), f"CP{layout.cp} {cap}")
+        sent.append(sum(result["sent"] for result in results))
+        print(f"CP{layout.cp} {cap}: {sent[-1]} bytes")
+    cp4, cp2, rings_of_cp4, rings_of_cp2 = sent
+    assert 0 < rings_of_cp4 < 0.8 * cp4 and 0 < rings_of_cp2 < 0.9 * cp2
