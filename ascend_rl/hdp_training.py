@@ -389,13 +389,30 @@ class HybridDataParallel:
         return call
 
 
+def enabled() -> bool:
+    """Whether the switch is on."""
+    return os.environ.get("USE_HDP", "0") == "1"
+
+
+def refuse_engine_workers() -> None:
+    """verl's engine workers split and pack in their own way.
+
+    Raises:
+        ValueError: HDP is switched on.
+    """
+    if enabled():
+        raise ValueError(
+            "USE_HDP=1: engine workers follow no plan; set trainer.use_legacy_worker_impl=auto, or USE_HDP=0"
+        )
+
+
 def setup(actor: Mapping[str, Any], transformer: Any, mtp: Any, mpu, device) -> HybridDataParallel | None:
     """For an actor under USE_HDP=1; None without.
 
     Raises:
         ValueError: settings that do not work together, and what to set instead.
     """
-    if os.environ.get("USE_HDP", "0") != "1":
+    if not enabled():
         return None
     if found := problems(actor, transformer, mtp):
         raise ValueError("USE_HDP=1: " + "; ".join(found) + "; or set USE_HDP=0")

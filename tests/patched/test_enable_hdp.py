@@ -183,9 +183,20 @@ def test_packing_follows_the_ring():
     assert packed.tolist() == [list(range(10, 20))] and params.cu_seqlens_q_padded.tolist() == [0, 10]
 
 
+def test_engine_workers_are_refused(monkeypatch):
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+
+    monkeypatch.setenv("USE_HDP", "1")
+    with pytest.raises(ValueError, match="use_legacy_worker_impl=auto"):
+        MegatronEngine(None, None, None, None)
+    monkeypatch.setenv("USE_HDP", "0")
+    with pytest.raises(AttributeError):  # of the configuration, which is None
+        MegatronEngine(None, None, None, None)
+
+
 @pytest.mark.timeout(240)
 def test_rings_learn_what_plain_cp_and_hugging_face_learn(tmp_path):
-    paths = {kind: make_checkpoint(kind, tmp_path / kind) for kind in ("dense", "moe")}
+    paths = {kind: make_checkpoint(kind, tmp_path / kind, layers=2) for kind in ("dense", "moe")}
     dump = tmp_path / "hdp.jsonl"
     ranks = run_ranks(4, learn_in, paths, str(dump), seconds=220)
     known, sent = {}, []

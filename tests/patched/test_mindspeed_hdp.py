@@ -60,7 +60,7 @@ def on_mindspeed(rank: int, path: Path) -> list[dict]:
 
 
 def test_rings_learn_what_hugging_face_learns(tmp_path):
-    path = make_checkpoint("dense", tmp_path / "dense")
+    path = make_checkpoint("dense", tmp_path / "dense", layers=2)
     ranks = run_ranks(4, on_mindspeed, path, seconds=220, stubs=(ROOT / "tests/stubs/npu", MINDSPEED))
     sent = []
     for number, (layout, cap) in enumerate(RUNS):
