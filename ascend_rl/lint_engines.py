@@ -10,9 +10,10 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from . import dapo, memory_plan, npu_options, old_log_prob
+from . import dapo, memory_plan, npu_options, old_log_prob, support_eplb
 from .lint_setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup, published, rule
 
 LOCAL_DIRECTORIES = ("/tmp", "/var", "/dev/shm")
@@ -134,6 +135,27 @@ def _(s):
         shared_by=s.rollout_tp if s.variable("VLLM_ASCEND_ENABLE_FLASHCOMM1") else 1,
     )
     yield from ((f"{VLLM}.{key}", why, fix) for key, why, fix in found)
+
+
+@rule(
+    "rollout.eplb",
+    "error",
+    "VLLM_ENABLE_EPLB=1 finds experts, expert parallelism and numbers that fit",
+    why="verl's server refuses it when the rollout starts",
+    fix="see docs/eplb.md",
+)
+def _(s):
+    if s.variable(support_eplb.SWITCH) != 1 or s.get(f"{ROLLOUT}.name") != "vllm" or s.model is None:
+        return
+    args = s.engine_options | {
+        "tensor_parallel_size": s.rollout_tp,
+        "data_parallel_size": s.rollout_dp,
+        "enable_expert_parallel": s.number(f"{ROLLOUT}.expert_parallel_size") > 1,
+        "quantization": s.get(f"{ROLLOUT}.quantization"),
+    }
+    kind = support_eplb.MODELS[0] if s.model.experts else "a dense model"
+    model = SimpleNamespace(model_type=kind, num_experts=s.model.experts)
+    yield from support_eplb.conflicts(args, model, "npu" if s.npu else "cpu", s.env)
 
 
 @rule(

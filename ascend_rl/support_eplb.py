@@ -1,9 +1,8 @@
 """Dynamic expert balance (EPLB) of vllm-ascend in verl's rollout: settings, and weights where experts are.
 
 Problem: verl gives EPLB no way into the engine, and vllm-ascend 0.13.0 balances quantised models that are
-loaded once. Unquantised experts fail at the start; past that, tokens would go to the slots of the first map,
-a weight sync would load experts into these, whatever has moved, and the next move would copy weights of
-before the sync.
+loaded once. Unquantised experts fail at the start; past that, rows of one expert would be moved in place of
+experts, tokens would go to the slots of the first map, and a weight sync would load by this map too.
 Idea: the settings are completed and checked before the engine starts. In it, whatever refers to experts is
 looked up when it is needed: the map by the weight loader, the weights by the mover.
 Invariants (tests/test_support_eplb.py, tests/patched/test_npu_eplb.py): without VLLM_ENABLE_EPLB=1 nothing
@@ -50,12 +49,11 @@ def engine_args(
     """
     if environ.get(SWITCH, "0") != "1":
         return dict(args)
-    extra = args.get("additional_config") or {}
-    extra = json.loads(extra) if isinstance(extra, str) else dict(extra)
-    found = list(_conflicts(args, extra, model, device, environ))
+    found = list(conflicts(args, model, device, environ))
     if found:
         lines = "\n".join(f"  {key}: {why}; {fix}" for key, why, fix in found)
         raise ValueError(f"{SWITCH}=1 cannot work with these settings:\n{lines}")
+    extra = _extra(args)
     settings = {"dynamic_eplb": True, "eplb_policy_type": OURS}
     if GROUP in extra:
         extra[GROUP] = settings | dict(extra[GROUP])
@@ -65,9 +63,10 @@ def engine_args(
     return {**args, "additional_config": extra}
 
 
-def _conflicts(
-    args: Mapping[str, Any], extra: Mapping[str, Any], model: Any, device: str, environ: Mapping[str, str]
+def conflicts(
+    args: Mapping[str, Any], model: Any, device: str, environ: Mapping[str, str]
 ) -> Iterator[Conflict]:
+    """What keeps EPLB from working with these arguments, see `engine_args`."""
     rollout = "actor_rollout_ref.rollout"
     below = f"{rollout}.engine_kwargs.vllm"
     if device != "npu":
@@ -91,6 +90,7 @@ def _conflicts(
     if (args.get("pipeline_parallel_size") or 1) > 1:
         yield f"{below}.pipeline_parallel_size", "each stage would wait for layers of others", "set it to 1"
 
+    extra = _extra(args)
     grouped, where, names = extra.get(GROUP), f"{below}.additional_config", {}
     if grouped is not None:
         for key in (*GROUP_NAMES, *SAME_NAMES):
@@ -124,6 +124,11 @@ def _conflicts(
         yield f"{where}.{key}", "a rank would hold an expert twice", fix
 
 
+def _extra(args: Mapping[str, Any]) -> dict[str, Any]:
+    extra = args.get("additional_config") or {}
+    return json.loads(extra) if isinstance(extra, str) else dict(extra)
+
+
 def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -134,7 +139,7 @@ def _is_count(value: Any, least: int) -> bool:
 class CurrentExperts:
     """Unquantised expert weights of vLLM's model by layer, as they are now: [slot][w13, w2].
 
-    A weight sync replaces the parameters, so tensors must not be kept.
+    Looked up each time: a weight sync replaces the parameters.
     """
 
     def __init__(self, model: Any):

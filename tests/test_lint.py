@@ -175,6 +175,7 @@ VARIABLES = [  # (rule, bash lines)
     ("env.value", "export HCCL_OP_EXPANSION_MODE=aiv"),
     ("env.unread", "export VLLM_ASCEND_ENABLE_DENSE_OPTIMIZE=1"),
     ("env.device_connections", "export CUDA_DEVICE_MAX_CONNECTIONS=8"),
+    ("rollout.eplb", "export VLLM_ENABLE_EPLB=1 ALL_TO_ALL_RESHARD=1"),
     ("rollout.launch_blocking", "export ASCEND_LAUNCH_BLOCKING=1"),
     (
         "rollout.graph_stride",
