@@ -3,9 +3,11 @@
 Problem: Python collects when enough objects were allocated, which is in the middle of a decode step, while
 the device waits; a full collection of a large heap takes hundreds of milliseconds. Published for Qwen3
 rollouts: a decode forward of 137.64 ms on average, 135.19 without collection.
-Idea: a step runs with collection off. After it, Python collects what it finds due by its own rules: young
-generations at once (they hold what the last steps allocated), the whole heap only if that is also paid for by
-a share of the time that steps have taken, or long overdue.
+Idea: a step runs with collection off. After each one, Python collects the youngest generation, which holds
+what that step allocated, and the older ones when it finds them due by its own rules; the whole heap only if
+that is also paid for by a share of the time that steps have taken, or long overdue. After every step, because
+Python's count of what was allocated is low when a step has freed what older ones allocated: left to it, the
+young generation waited for 80 steps, and took 15 ms instead of 0.2.
 Invariants: no collection during a step; the collector is as before on every way out of it, exceptions and
 SystemExit included; where it was off already, nothing is done; full collections that are not overdue take at
 most ``SHARE`` of the time of steps, plus one. Cost: two calls a step, and the collections.
@@ -36,15 +38,15 @@ class Collector:
         self.credit_s = self.full_s = 0.0  # paid for full collections; what the last one took
 
     def between_steps(self, step_s: float) -> None:
-        """Switch collection on, and collect what Python finds due; ``step_s``: what the step has taken."""
+        """Switch collection on, and collect; ``step_s``: what the step has taken."""
         self.credit_s += SHARE * step_s
         thresholds, fulls = gc.get_threshold(), gc.get_stats()[2]["collections"]
         overdue = gc.get_count()[2] > OVERDUE * thresholds[2]
-        if self.credit_s < self.full_s and not overdue:
-            gc.set_threshold(*thresholds[:2], NEVER)
+        wait = self.credit_s < self.full_s and not overdue
+        gc.set_threshold(min(1, thresholds[0]), thresholds[1], NEVER if wait else thresholds[2])
         begin = time.perf_counter()
         gc.enable()
-        Allocated()
+        _ = [Allocated(), Allocated()]  # one is not above a threshold of 1
         gc.set_threshold(*thresholds)
         if gc.get_stats()[2]["collections"] > fulls:
             self.full_s = time.perf_counter() - begin

@@ -282,12 +282,12 @@ def test_it_goes_on_unbound_with_one_line(cores, variables, reason):
     assert re.search(reason, line)
 
 
-def test_ray_of_a_node_inherits_the_share_of_the_others(cores, tmp_path):
+def test_ray_of_a_node_inherits_the_share_of_the_others(cores):
     """The launcher on a node, with a command in the place of `ray start`."""
     ray = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
     env = {**os.environ, "CORE_BINDING": "1", "CORE_BINDING_TOPOLOGY": json.dumps(vars(TWO_NODES))}
     with socket.create_server(("127.0.0.1", 0)) as control:
-        job = {"ray": ray, "control": control.getsockname(), "logs": str(tmp_path), "train": None, "deadline_s": 9}
+        job = {"ray": ray, "control": control.getsockname(), "logs": "", "train": None, "deadline_s": 9}
         run = subprocess.run(
             [sys.executable, "-m", "ascend_rl.launch_node", json.dumps(job)],
             env=env | {"ASCEND_RT_VISIBLE_DEVICES": "1"},

@@ -1,18 +1,16 @@
-"""Collections of garbage wait for the end of a step of vLLM's EngineCoreProc; SOAK_STEPS=10000 is long."""
+"""Collections of garbage wait for the end of a step of vLLM's EngineCoreProc."""
 
 from __future__ import annotations
 
 import gc
-import os
 import queue
 import time
 
+import psutil
 import pytest
 
 from ascend_rl import disable_gc
 from vllm.utils.gc_utils import freeze_gc_heap
-
-STEPS = int(os.environ.get("SOAK_STEPS", "1500"))
 
 
 class Cycle:
@@ -73,14 +71,17 @@ def steps(monkeypatch):
 
 
 def test_collections_wait_and_memory_does_not_grow(steps):
-    alive = []
-    for _ in range(STEPS):
+    alive, resident = [], []
+    for step in range(10_000):
         steps()
         alive.append(Cycle.alive)
+        if step % 1000 == 999:
+            resident.append(psutil.Process().memory_info().rss)
         assert gc.isenabled()
-    assert steps.collected and not any(inside for inside, _ in steps.collected)
-    assert {generation for _, generation in steps.collected} >= {0, 1}
-    assert max(alive) < 300 * 30  # however many steps; without collection all of them, 30 a step
+    assert not any(inside for inside, _ in steps.collected)
+    assert [generation for _, generation in steps.collected].count(0) > 0.8 * len(alive)  # after every step
+    assert max(alive) < 120 * 30  # without collection all of them, 30 a step
+    assert resident[-1] - resident[0] < 8 * 2**20, resident
 
 
 def test_off_it_is_as_upstream(steps, monkeypatch):
@@ -116,7 +117,7 @@ def test_full_collections_keep_to_their_budget(steps, monkeypatch):
 
     gc.callbacks.append(watch)
     begin = time.perf_counter()
-    steps(STEPS)
+    steps(1500)
     elapsed = time.perf_counter() - begin
     gc.callbacks.remove(watch)
     full = [generation for _, generation in steps.collected].count(2)
