@@ -40,7 +40,8 @@ qwen3_235b_layout() {
         actor_rollout_ref.ref.megatron.dist_checkpointing_path="${DIST_CKPT_PATH:-null}"
 
         # MoE: exchange tokens while experts compute; drop activations of the experts and make them again in the backward
-        # pass, behind its communication.
+        # pass, behind its communication. level1, unlike level0, fits whatever the balance of the experts; what each costs:
+        # docs/training_memory.md. Recomputing whole layers on top would repeat the exchange where nothing hides it.
         "$t".moe_token_dispatcher_type=alltoall
         "$t".moe_alltoall_overlap_comm=True
         "$t".moe_grouped_gemm=True

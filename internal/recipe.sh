@@ -113,6 +113,7 @@ rollout_with_graphs() {
         actor_rollout_ref.rollout.name=vllm
         actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY"
         actor_rollout_ref.rollout.max_model_len=$((MAX_PROMPT + MAX_RESPONSE))
+        # Of a prefill step, whose peak is taken from the KV cache; fewer cut it into chunks (docs/training_memory.md).
         actor_rollout_ref.rollout.max_num_batched_tokens=$((MAX_PROMPT + MAX_RESPONSE))
         actor_rollout_ref.rollout.max_num_seqs="$MAX_NUM_SEQS"
         actor_rollout_ref.rollout.enable_chunked_prefill=True
@@ -144,7 +145,8 @@ mindspeed() {
     )
 }
 
-# Optimizer states live on the host and come in while a step needs them, overlapped; verl's own offload stays off.
+# Optimizer states live on the host and come in while a step needs them, overlapped; verl's own offload stays off: it would
+# bring all of them back for the update (docs/training_memory.md).
 swap_optimizer() {
     ARGS+=(
         +actor_rollout_ref.actor.megatron.override_transformer_config.swap_optimizer=True

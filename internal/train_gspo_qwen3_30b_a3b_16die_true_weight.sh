@@ -56,7 +56,7 @@ ARGS=(
     actor_rollout_ref.actor.optim.weight_decay=0.1
     actor_rollout_ref.actor.optim.clip_grad=1.0
 
-    # The trainer: Megatron; everything is offloaded, and all activations are computed again.
+    # The trainer: Megatron; everything is offloaded, and all activations are computed again (docs/training_memory.md).
     actor_rollout_ref.model.path="$MODEL_PATH"
     actor_rollout_ref.actor.strategy=megatron
     actor_rollout_ref.actor.megatron.use_mbridge=True   # reads and writes the Hugging Face weights
