@@ -12,3 +12,7 @@ export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-1}"  # the rollout decodes with g
 export USE_ALLTOALL_OVERLAP="${USE_ALLTOALL_OVERLAP:-1}"
 # After an update each die gets its experts of the rollout directly, instead of gathering all of them everywhere.
 export ALL_TO_ALL_RESHARD="${ALL_TO_ALL_RESHARD:-1}"
+
+# Off, as published. Ring attention only for sequences that need it (docs/hdp.md); balance of the rollout's experts, which
+# does not go together with ALL_TO_ALL_RESHARD=1 (docs/eplb.md).
+export USE_HDP="${USE_HDP:-0}" VLLM_ENABLE_EPLB="${VLLM_ENABLE_EPLB:-0}"
