@@ -115,7 +115,8 @@ class Share:
     """
 
     def __init__(self, mask: torch.Tensor, mine: list[int], ring: Ring, tp_size: int):
-        align, ends, longest, tokens = 2 * ring.size * tp_size, [0], 0, 0
+        align = 2 * ring.size * tp_size  # of a rank alone too: MindSpeed's ring attention halves all sequences
+        ends, longest, tokens = [0], 0, 0
         rows, columns, places = [], [], []
         for i in mine:
             column = mask[i].nonzero()[:, 0]

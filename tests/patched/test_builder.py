@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from test_mindspeed import MINDSPEED
 
 INCLUDE_PATHS = """
 import glob, sys
@@ -23,9 +24,9 @@ print("\\n".join(Builder("one").include_paths()))
 
 def include_paths(root, system) -> list[str]:
     """Of the builder on a machine with the files of ``system``."""
-    if not (root / "frameworks/mindspeed/mindspeed").is_dir():
+    if not (MINDSPEED / "mindspeed").is_dir():
         pytest.skip("frameworks/mindspeed is absent: ./download_frameworks_source_code.sh --only mindspeed")
-    path = ":".join(str(root / part) for part in ("frameworks/mindspeed", "tests/stubs/npu", "tests/stubs"))
+    path = f"{MINDSPEED}:{root}/tests/stubs/npu:{root}/tests/stubs"
     environment = {"PYTHONPATH": path, "ASCEND_HOME_PATH": str(system), "PATH": "/usr/bin:/bin"}
     run = subprocess.run([sys.executable, "-c", INCLUDE_PATHS, str(system)], env=environment, check=True,
                          capture_output=True, text=True)  # fmt: skip

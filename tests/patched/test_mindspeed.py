@@ -20,7 +20,8 @@ from test_weight_converter_alltoall_overlap import export_in
 from ascend_rl import converter
 
 ROOT = Path(__file__).resolve().parents[2]
-MINDSPEED = ROOT / "frameworks/mindspeed"
+PLACES = [Path(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+MINDSPEED = next((p for p in PLACES if (p / "mindspeed/op_builder").is_dir()), ROOT / "frameworks/mindspeed")
 pytestmark = [
     pytest.mark.skipif(
         not (MINDSPEED / "mindspeed").is_dir(),
