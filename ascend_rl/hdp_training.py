@@ -115,7 +115,7 @@ class Share:
     """
 
     def __init__(self, mask: torch.Tensor, mine: list[int], ring: Ring, tp_size: int):
-        align = 2 * ring.size * tp_size  # of a rank alone too: MindSpeed's ring attention halves all sequences
+        align = 2 * ring.size * tp_size  # alone too: MindSpeed's ring attention halves every sequence
         ends, longest, tokens = [0], 0, 0
         rows, columns, places = [], [], []
         for i in mine:
