@@ -13,6 +13,6 @@ export USE_ALLTOALL_OVERLAP="${USE_ALLTOALL_OVERLAP:-1}"
 # After an update each die gets its experts of the rollout directly, instead of gathering all of them everywhere.
 export ALL_TO_ALL_RESHARD="${ALL_TO_ALL_RESHARD:-1}"
 
-# Off, as published. Ring attention only for sequences that need it (docs/hdp.md); balance of the rollout's experts, which
-# does not go together with ALL_TO_ALL_RESHARD=1 (docs/eplb.md).
+# Off, as published. USE_HDP=1: ring attention only for sequences that need it, with micro-batches by tokens (docs/hdp.md).
+# VLLM_ENABLE_EPLB=1: the rollout's experts are balanced; needs ALL_TO_ALL_RESHARD=0 (docs/eplb.md).
 export USE_HDP="${USE_HDP:-0}" VLLM_ENABLE_EPLB="${VLLM_ENABLE_EPLB:-0}"
