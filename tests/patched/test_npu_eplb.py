@@ -11,6 +11,7 @@ import torch
 from npu_ground import on_ranks, save_random_model
 
 RANKS, LAYERS, EXPERTS, NEW_TOKENS, TOLERANCE = 2, 2, 8, 4, 5e-5
+TP, DP = "tensor_parallel_size", "data_parallel_size"
 COLLECT, WAIT = 16, 1  # steps until the worker plans, and until its plan is carried out
 PROMPTS = [[(7 * i + 3 * j + i * j) % 13 for j in range(3 + 4 * i)] for i in range(4)]
 
@@ -18,11 +19,11 @@ PROMPTS = [[(7 * i + 3 * j + i * j) % 13 for j in range(3 + 4 * i)] for i in ran
 class Rank:
     """One rank of the engine; all ranks call the same methods in the same order."""
 
-    def __init__(self, path: str, redundant: int):
+    def __init__(self, path: str, parallel: str, redundant: int):
         from npu_ground import make_llm
 
         self.llm = make_llm(
-            path, tensor_parallel_size=RANKS, distributed_executor_backend="external_launcher",
+            path, distributed_executor_backend="external_launcher", **{parallel: RANKS},
             enable_expert_parallel=True, enable_prefix_caching=False, max_logprobs=50,
             worker_extension_cls="verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
             additional_config={
@@ -33,6 +34,8 @@ class Rank:
         self.worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         self.runner, self.stages = self.worker.model_runner, []
         self.updator = self.runner.eplb_updator
+        # In DP the second rank is done a token earlier: then it runs dummy batches.
+        self.less = self.worker.rank if parallel == DP else 0
 
     def experts(self):
         return [layer.mlp.experts for layer in self.runner.model.model.layers]
@@ -56,8 +59,9 @@ class Rank:
         from vllm import SamplingParams
 
         sampling = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=self.vocabulary()
-        )
+            temperature=0, max_tokens=max(tokens - self.less, 1), ignore_eos=True,
+            logprobs=self.vocabulary(),
+        )  # fmt: skip
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [output.outputs[0] for output in self.llm.generate(requests, sampling, use_tqdm=False)]
 
@@ -118,8 +122,8 @@ class Rank:
         return self.stages
 
 
-def follow(path: str, files: list[str], redundant: int) -> list[dict]:
-    engine = Rank(path, redundant)
+def follow(path: str, files: list[str], parallel: str, redundant: int) -> list[dict]:
+    engine = Rank(path, parallel, redundant)
     engine.stage(files[0])
     engine.sync(files[1])  # before anything has moved
     engine.stage(files[1])
@@ -189,10 +193,10 @@ def gap(stage: dict, model) -> float:
     )
 
 
-@pytest.mark.parametrize("device, redundant", [("A3", 2), ("A2", 0)])
-def test_the_rollout_follows_the_trainer_and_the_experts(npu_ground, weights, device, redundant):
+@pytest.mark.parametrize("device, parallel, redundant", [("A3", TP, 2), ("A3", DP, 2), ("A2", TP, 0)])
+def test_the_rollout_follows_the_trainer_and_the_experts(npu_ground, weights, device, parallel, redundant):
     path, files, model = weights
-    stages = npu_ground.run(rollouts, device, str(path), files, redundant)
+    stages = npu_ground.run(rollouts, device, str(path), files, parallel, redundant)
     gaps = [gap(stage, model) for stage in stages]
     assert len(gaps) == 6 and max(gaps) < TOLERANCE, gaps
     tables = [stage["table"] for stage in stages]
@@ -202,7 +206,7 @@ def test_the_rollout_follows_the_trainer_and_the_experts(npu_ground, weights, de
 def test_copies_need_a_dispatch_that_chooses_once(npu_ground, weights):
     path, files, _ = weights
     with pytest.raises(AssertionError, match="set init_redundancy_expert=0"):
-        npu_ground.run(rollouts, "A2", str(path), files, 2)
+        npu_ground.run(rollouts, "A2", str(path), files, TP, 2)
 
 
 def planned_layers(policy: int) -> list[int]:
