@@ -55,7 +55,7 @@ def engine_args(
         raise ValueError(f"{SWITCH}=1 cannot work with these settings:\n{lines}")
     extra = _extra(args)
     settings = {"dynamic_eplb": True, "eplb_policy_type": OURS}
-    if GROUP in extra:
+    if extra.get(GROUP) is not None:
         extra[GROUP] = settings | dict(extra[GROUP])
     else:
         extra = settings | extra

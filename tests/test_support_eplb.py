@@ -43,6 +43,7 @@ def test_the_names_of_eplb_config():
     group = {"num_redundant_experts": 4, "expert_heat_collection_interval": 9}
     extra, _ = resolved({"eplb_config": group, "other": 1})
     assert extra == {"eplb_config": group | {"dynamic_eplb": True, "eplb_policy_type": 4}, "other": 1}
+    assert resolved({"eplb_config": None})[0]["dynamic_eplb"]
 
 
 @pytest.mark.parametrize(
