@@ -52,7 +52,7 @@ class Topology:
         try:
             given = json.loads(text)
             cpus = {int(node): sorted(cpus) for node, cpus in given["cpus"].items()}
-            return cls(cpus, {int(die): node for die, node in given["devices"].items()}, given["source"])
+            return cls(cpus, {int(die): int(node) for die, node in given["devices"].items()}, given["source"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CannotBind(f"CORE_BINDING_TOPOLOGY is not what --json prints ({error!r})") from None
 
@@ -138,9 +138,9 @@ def topology(info: str, topo: str, sysfs: Path, allowed: set[int]) -> Topology:
     near: dict[tuple[int, ...], list[int]] = {}
     for die in dies:
         cpus = set(rows.get(die.index if len(rows) == len(dies) else die.npu, ()))
-        near.setdefault(tuple(node for node in sorted(nodes) if cpus & set(nodes[node])), []).append(
-            die.index
-        )
+        at = [node for node in sorted(nodes) if cpus & set(nodes[node])]
+        at = [node for node in at if node in usable] or at
+        near.setdefault(tuple(at), []).append(die.index)
     if () not in near:
         devices = {die: node for at, group in near.items() for die, node in spread(group, at).items()}
         return Topology(usable, devices, "npu-smi")
@@ -241,18 +241,16 @@ def bind(role: str, device: int | None = None, local_rank: int | None = None) ->
         # Processes started from here have fewer CPUs to see, and need not ask npu-smi again.
         os.environ["CORE_BINDING_TOPOLOGY"] = json.dumps(asdict(node))
         shares = plan(node)
-        visible = [int(die) for die in os.environ.get(VISIBLE, "").split(",") if die.strip()] or sorted(
-            node.devices
-        )
+        visible = [int(die) for die in os.environ.get(VISIBLE, "").split(",") if die.strip()]
+        visible = visible or sorted(node.devices)
         if local_rank is not None:
             if local_rank >= len(visible):
                 raise CannotBind(f"of the devices {visible} it sees, none is number {local_rank}")
             device = visible[local_rank]
             name = f"{role} of device {device}"
         if unknown := {*visible, visible[0] if device is None else device} - node.devices.keys():
-            raise CannotBind(
-                f"the node has devices {format_cpus(sorted(node.devices))}, not {sorted(unknown)}"
-            )
+            known = format_cpus(sorted(node.devices))
+            raise CannotBind(f"the node has devices {known}, not {sorted(unknown)}")
         how = ""
         if role == "worker":
             cpus = shares.worker[device]
@@ -268,9 +266,9 @@ def bind(role: str, device: int | None = None, local_rank: int | None = None) ->
         else:
             cpus = sorted(cpu for at in {node.devices[die] for die in visible} for cpu in shares.others[at])
         set_affinity(cpus)
-        text = f"{name} is on CPUs {format_cpus(cpus)}{how}"
-    except (CannotBind, OSError) as reason:
-        text = f"{name} is not bound: {reason}"
+        text = f"{name} on CPUs {format_cpus(cpus)}{how}"
+    except (CannotBind, OSError, ValueError) as reason:  # OSError: no permission; ValueError: of VISIBLE
+        text = f"{name} not bound: {reason}"
     print(f"core binding: {text}", file=sys.stderr, flush=True)
 
 
@@ -283,7 +281,7 @@ def bind_trainer() -> None:
         if given:
             bind("worker", int(given[0]))
         else:
-            print("core binding: worker is not bound: Ray gave it no NPU", file=sys.stderr, flush=True)
+            print("core binding: worker not bound: Ray gave it no NPU", file=sys.stderr, flush=True)
 
 
 def main() -> int:

@@ -118,6 +118,14 @@ def test_affinity_over_several_numa_nodes_is_spread(tmp_path):
     assert (found.devices, found.source) == ({0: 0, 1: 1, 2: 2, 3: 3}, "npu-smi")
 
 
+def test_of_several_numa_nodes_those_that_may_be_used(tmp_path):
+    nodes = {node: range(8 * node, 8 * node + 8) for node in range(4)}
+    topo = npu_smi_topo([range(16)] * 2 + [range(16, 32)] * 2)
+    found = core_binding.topology(npu_smi(4), topo, write_sysfs(tmp_path, nodes), set(range(8, 24)))
+    assert found.devices == {0: 1, 1: 1, 2: 2, 3: 2}
+    assert core_binding.plan(found).others == {1: [8, 9], 2: [16, 17]}
+
+
 def test_an_a3_node_tells_nothing_and_goes_by_order(root, tmp_path):
     info = (root / "tests/samples/a3_healthy/npu_smi_info.txt").read_text()
     nodes = {node: range(80 * node, 80 * node + 80) for node in range(8)}
@@ -225,7 +233,7 @@ def cores():
 def test_a_process_is_bound_with_its_threads_and_children(cores):
     threads, child, _, line = process('core_binding.bind("worker", 1)')
     assert len(threads) >= 2 and threads == [[1]] * len(threads) and child == [1]
-    assert line == "core binding: worker of device 1 is on CPUs 1\n"
+    assert line == "core binding: worker of device 1 on CPUs 1\n"
 
 
 @pytest.mark.parametrize(
@@ -271,6 +279,7 @@ def test_torch_npu_is_left_to_bind(cores):
             "Invalid arg",
         ),
         ({"CORE_BINDING_TOPOLOGY": "{}"}, "not what --json prints"),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "NPU-1"}, "invalid literal"),
         ({"ASCEND_RT_VISIBLE_DEVICES": "7"}, r"the node has devices 0-1, not \[7\]"),
         ({"CORE_BINDING_TOPOLOGY": "", "PATH": "/nowhere"}, "npu-smi is not on PATH"),
     ],
@@ -278,7 +287,7 @@ def test_torch_npu_is_left_to_bind(cores):
 def test_it_goes_on_unbound_with_one_line(cores, variables, reason):
     threads, _, _, line = process('core_binding.bind("worker", 1)', **variables)
     assert threads == [cores] * len(threads)
-    assert line.startswith("core binding: worker of device 1 is not bound: ") and line.count("\n") == 1
+    assert line.startswith("core binding: worker of device 1 not bound: ") and line.count("\n") == 1
     assert re.search(reason, line)
 
 
