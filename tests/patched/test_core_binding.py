@@ -46,7 +46,7 @@ class Process:
         EngineCoreProc.run_engine_core()
 
 
-ray.init(num_cpus=1, resources={"NPU": 2}, include_dashboard=False, log_to_driver=False)
+ray.init(num_cpus=2, resources={"NPU": 2}, include_dashboard=False, log_to_driver=False)
 processes = [Process.remote() for _ in range(2)]
 process = next(one for one in processes if ray.get(one.device.remote()) == "1")
 found = {"trainer": process.cpus_after.remote("trainer"),
