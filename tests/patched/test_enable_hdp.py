@@ -157,10 +157,12 @@ def reference(path, dp: int) -> tuple[torch.Tensor, list[float], dict[str, torch
     return first, norms, model.state_dict()
 
 
-def test_rope_follows_the_ring():
-    """A rank's chunks are rotated by their place in the whole sequence."""
+def test_rope_follows_the_ring(monkeypatch):
+    """A rank's chunks are rotated by their place in the whole sequence, whatever the CP group."""
     from megatron.core.models.common.embeddings import rope_utils
 
+    monkeypatch.setattr(rope_utils.parallel_state, "get_context_parallel_world_size", lambda: 4)
+    monkeypatch.setattr(rope_utils.parallel_state, "get_context_parallel_rank", lambda: 3)
     whole, turns = torch.randn(24, 2, 8), torch.randn(24, 1, 1, 8)
     expected = rope_utils._apply_rotary_pos_emb_bshd(whole.unsqueeze(1), turns).squeeze(1).chunk(6)
     chunks = whole.chunk(6)
