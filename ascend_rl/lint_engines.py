@@ -320,6 +320,7 @@ def _plan(s: Setup) -> Any:
         max_num_seqs=s.number(f"{ROLLOUT}.max_num_seqs"),
         max_num_batched_tokens=s.number(f"{ROLLOUT}.max_num_batched_tokens"),
         gpu_memory_utilization=s.utilization,
+        moe_chunk_tokens=s.variable("VLLM_FUSED_MOE_CHUNK_SIZE") or None,
     )
     try:
         model = memory_plan.Model.load(path if here else published(path))

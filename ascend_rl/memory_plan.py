@@ -256,6 +256,7 @@ class Rollout:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 34816
     gpu_memory_utilization: float = 0.87
+    moe_chunk_tokens: int | None = None  # VLLM_FUSED_MOE_CHUNK_SIZE; None: all at once
 
     @property
     def dp(self) -> int:
@@ -409,10 +410,12 @@ def prefill_bytes(model: Model, rollout: Rollout) -> int:
     values = tokens * (2 * model.hidden + (2 * q + 2 * kv) / tp)
     if not model.experts:
         values += tokens * 3 * model.ffn / tp
-    elif rollout.ep > 1:  # alltoall: each TP rank dispatches its share of the tokens
-        values += tokens / tp * model.experts_per_token * (2 * model.hidden + 3 * model.ffn)
     else:
-        values += tokens * model.experts_per_token * (2 * model.hidden + 3 * model.ffn / tp)
+        copies = min(tokens, rollout.moe_chunk_tokens or tokens) * model.experts_per_token
+        if rollout.ep > 1:  # alltoall: each TP rank dispatches its share of the tokens
+            values += copies / tp * (2 * model.hidden + 3 * model.ffn)
+        else:
+            values += copies * (2 * model.hidden + 3 * model.ffn / tp)
     return int(WEIGHT_BYTES * values + rollout.max_num_seqs * model.vocabulary * 8)
 
 
@@ -1010,6 +1013,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-param-offload", action="store_true", help="weights stay during the rollout")
     parser.add_argument("--max-num-seqs", type=int, default=Rollout.max_num_seqs)
     parser.add_argument("--max-num-batched-tokens", type=int, help="default prompt + response")
+    parser.add_argument("--moe-chunk-tokens", type=int, help="VLLM_FUSED_MOE_CHUNK_SIZE; default all at once")
     parser.add_argument("--gpu-memory-utilization", type=float, default=Rollout.gpu_memory_utilization)
     parser.add_argument("--hbm-gib", type=float, default=HBM_GIB, help="HBM of a die")
     parser.add_argument("--reserve-gib", type=float, default=RESERVE_GIB, help="HCCL buffers and the like")
@@ -1066,6 +1070,7 @@ def _layouts(arguments: argparse.Namespace) -> tuple[Training | Fsdp, Rollout]:
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens or sequence,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
+        moe_chunk_tokens=arguments.moe_chunk_tokens,
     )
     return training, rollout
 

@@ -15,4 +15,5 @@ export ALL_TO_ALL_RESHARD="${ALL_TO_ALL_RESHARD:-1}"
 
 # Off, as published. USE_HDP=1: ring attention only for sequences that need it, with micro-batches by tokens (docs/hdp.md).
 # VLLM_ENABLE_EPLB=1: the rollout's experts are balanced; needs ALL_TO_ALL_RESHARD=0 (docs/eplb.md).
+# VLLM_FUSED_MOE_CHUNK_SIZE=8192: a prefill's MoE layers in chunks, for more KV cache (docs/training_memory.md).
 export USE_HDP="${USE_HDP:-0}" VLLM_ENABLE_EPLB="${VLLM_ENABLE_EPLB:-0}"

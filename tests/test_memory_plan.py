@@ -308,6 +308,17 @@ def test_kv_cache_holds_what_it_says():
     assert not mp.plan_rollout(BIG, tight).fits
 
 
+@pytest.mark.parametrize("ep", [1, 128])
+def test_chunks_take_the_copies_of_other_tokens_off_the_prefill(ep):
+    """Per copy: hidden states before and after, and gate, up and their product, split by TP either way."""
+    whole = replace(ROLLOUT, ep=ep)
+    chunked = replace(whole, moe_chunk_tokens=8192)
+    copies = (34816 - 8192) * BIG.experts_per_token
+    values = copies / 4 * (2 * 4096 + 3 * 1536) if ep > 1 else copies * (2 * 4096 + 3 * 1536 / 4)
+    assert mp.prefill_bytes(BIG, whole) - mp.prefill_bytes(BIG, chunked) == 2 * values
+    assert mp.prefill_bytes(BIG, replace(whole, moe_chunk_tokens=99999)) == mp.prefill_bytes(BIG, whole)
+
+
 def test_optimizer_and_offload_choices():
     kinds = {
         kind: mp.plan(BIG, replace(TRAINING, optimizer=kind), ROLLOUT) for kind in mp.CHOICES["optimizer"]
