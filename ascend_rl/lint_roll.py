@@ -333,13 +333,14 @@ def check_launch(config: Mapping, environ: Mapping[str, str]) -> Iterator[Findin
 
 
 def lint(config: Mapping, npus_per_node: int | None = None,
-         environ: Mapping[str, str] = os.environ) -> list[Finding]:
+         environ: Mapping[str, str] | None = None) -> list[Finding]:
     """All findings of a composed configuration.
 
     Args:
         npus_per_node: what a node really shows, if known.
-        environ: the variables that Ray's processes inherit.
+        environ: the variables that Ray's processes inherit; default os.environ.
     """
+    environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
     return [*check_devices(config, npus_per_node), *check_strategies(config), *check_batches(config),
             *check_lengths(config), *check_variables(config, environ), *check_rewards(config)]
 

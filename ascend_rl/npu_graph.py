@@ -53,14 +53,14 @@ def static_sizes(capture_sizes: Iterable[int], max_num_seqs: int, drafts: int) -
 
 
 def static_kernels(
-    aclgraph: Any, vllm_config: Any, environ: MutableMapping[str, str] = os.environ
+    aclgraph: Any, vllm_config: Any, environ: MutableMapping[str, str] | None = None
 ) -> None:
     """Let torchair compile kernels for the sizes of decode graphs, if additional_config.enable_static_kernel.
 
     Args:
         aclgraph: experimental_config.aclgraph of torchair's CompilerConfig, changed.
         vllm_config: vLLM's VllmConfig.
-        environ: gets LOCAL_WORLD_SIZE, the ranks of this node, unless it is set.
+        environ: default os.environ; gets LOCAL_WORLD_SIZE, the ranks of this node, unless it is set.
     """
     if not vllm_config.additional_config.get("enable_static_kernel", False):
         return
@@ -72,4 +72,5 @@ def static_kernels(
         vllm_config.scheduler_config.max_num_seqs,
         speculative.num_speculative_tokens if speculative else 0,
     )
+    environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
     environ.setdefault("LOCAL_WORLD_SIZE", str(parallel.local_world_size * parallel.data_parallel_size_local))

@@ -150,7 +150,7 @@ def engine_options(
     options: Mapping[str, Any],
     rollout: Any,
     device: str,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """engine_kwargs.vllm with FULL_DECODE_ONLY as cudagraph_mode on an NPU where none is given.
 
@@ -161,6 +161,7 @@ def engine_options(
         options: engine_kwargs.vllm; configurations in it as dicts or as JSON.
         rollout: verl's RolloutConfig.
         device: "npu", "cuda" or "cpu".
+        environ: default os.environ.
 
     Raises:
         ValueError: options contradict each other.
@@ -168,6 +169,7 @@ def engine_options(
     text = {key: options[key] for key in CONFIGS if isinstance(options.get(key), str)}
     options = {**options, **{key: json.loads(value) for key, value in text.items()}}
     npu, mtp = device == "npu", rollout.mtp
+    environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
     flashcomm = environ.get("VLLM_ASCEND_ENABLE_FLASHCOMM1", "0") == "1"
     found = conflicts(
         options,

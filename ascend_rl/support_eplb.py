@@ -34,7 +34,7 @@ Conflict = tuple[str, str, str]  # key, what is wrong, what to do
 
 
 def engine_args(
-    args: Mapping[str, Any], model: Any, device: str, environ: MutableMapping[str, str] = os.environ
+    args: Mapping[str, Any], model: Any, device: str, environ: MutableMapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Arguments of vLLM's server with dynamic EPLB on and our policy, if VLLM_ENABLE_EPLB=1.
 
@@ -42,11 +42,13 @@ def engine_args(
         args: the arguments so far; additional_config in them as dict or as JSON.
         model: Hugging Face's configuration.
         device: "npu", "cuda" or "cpu".
-        environ: DYNAMIC_EPLB, without which vllm-ascend refuses its options, is set in it for the engine.
+        environ: default os.environ. DYNAMIC_EPLB, without which vllm-ascend refuses its options, is set in it
+            for the engine.
 
     Raises:
         ValueError: EPLB cannot work with these arguments.
     """
+    environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
     if environ.get(SWITCH, "0") != "1":
         return dict(args)
     found = list(conflicts(args, model, device, environ))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,13 @@ def test_our_policy_is_the_default():
     extra, environ = resolved()
     assert extra == {"dynamic_eplb": True, "eplb_policy_type": 4}
     assert environ["DYNAMIC_EPLB"] == "true"  # vllm-ascend refuses dynamic_eplb without it
+
+
+def test_variables_are_those_of_the_call(monkeypatch):
+    """datasets.map, with which verl reads prompts, leaves a copy of os.environ in its place."""
+    monkeypatch.setattr(os, "environ", {"VLLM_ENABLE_EPLB": "1"})
+    assert "additional_config" in engine_args(ARGS, MODEL, "npu")
+    assert os.environ["DYNAMIC_EPLB"] == "true"
 
 
 @pytest.mark.parametrize("wrap", [dict, json.dumps])
