@@ -240,11 +240,19 @@ def generate(path: str, prompts: list[list[int]], sampling: dict, **options) -> 
     }
 
 
-def on_ranks(world: int, function, *args):
+def on_ranks(device: str, world: int, function, *args):
     """In a job: what ``function`` returns on rank 0 of ``world``, as vLLM's external_launcher wants them.
 
-    A rank that fails ends all.
+    ``device`` is A2 or A3. A rank that fails ends all.
     """
+    import torch
+
+    import vllm_ascend.utils
+
+    sys.modules["vllm_ascend._build_info"].__device_type__ = device
+    vllm_ascend.utils._ascend_device_type = None
+    torch.npu.get_soc_version = lambda: {"A2": 220, "A3": 250}[device]
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = ",".join(map(str, range(world)))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}

@@ -46,18 +46,10 @@ def prefill(path: str, parallel: str) -> dict:
 
 def run(device: str, path: str, parallel: str, chunk: str) -> dict:
     import os
-    import sys
-    from unittest import mock
 
-    import vllm_ascend.utils
-
-    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "0,1"
     if chunk:
         os.environ["VLLM_FUSED_MOE_CHUNK_SIZE"] = chunk
-    sys.modules["vllm_ascend._build_info"].__device_type__ = device
-    vllm_ascend.utils._ascend_device_type = None
-    with mock.patch("torch.npu.get_soc_version", lambda: {"A2": 220, "A3": 250}[device]):
-        return on_ranks(RANKS, prefill, path, parallel)
+    return on_ranks(device, RANKS, prefill, path, parallel)
 
 
 @pytest.mark.parametrize("device, parallel", [
