@@ -152,7 +152,7 @@ def test_switched_off_the_patches_change_nothing(root, tmp_path, tree_without, n
         )
         losses[name] = [[row[key] for key in keys] for row in metrics(tmp_path / name)]
     assert len(losses["patched"]) == len(losses["stock"]) == 3
-    # Not to the last bit: how kernels sum up depends on where memory begins, which more imports shift.
+    # Not to the last bit: the 7th digit of a gradient norm has differed, as if sums had another order.
     for patched, untouched in zip(losses["patched"], losses["stock"], strict=True):
         assert patched == pytest.approx(untouched, rel=2e-5, abs=1e-7)
     assert any(row[1] > 0 for row in losses["patched"])
