@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from test_mindspeed import MINDSPEED
+from test_mindspeed import MINDSPEED, needs_mindspeed
+
+pytestmark = needs_mindspeed
 
 INCLUDE_PATHS = """
 import glob, sys
@@ -24,8 +26,6 @@ print("\\n".join(Builder("one").include_paths()))
 
 def include_paths(root, system) -> list[str]:
     """Of the builder on a machine with the files of ``system``."""
-    if not (MINDSPEED / "mindspeed").is_dir():
-        pytest.skip("frameworks/mindspeed is absent: ./download_frameworks_source_code.sh --only mindspeed")
     path = f"{MINDSPEED}:{root}/tests/stubs/npu:{root}/tests/stubs"
     environment = {"PYTHONPATH": path, "ASCEND_HOME_PATH": str(system), "PATH": "/usr/bin:/bin"}
     run = subprocess.run([sys.executable, "-c", INCLUDE_PATHS, str(system)], env=environment, check=True,

@@ -13,19 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_tiny import (
-    RESPONSE,
-    Layout,
-    exported,
-    hugging_face,
-    make_batch,
-    make_checkpoint,
-    make_worker,
-    own_share,
-    response_log_probs,
-)
+from megatron_tiny import RESPONSE, Layout, exported, make_batch, make_checkpoint, make_worker
 from ranks import run_ranks
-from test_megatron_actor import CLIP, EPSILON, LEARNING_RATE, OVERRIDES, UPDATES, WEIGHT_DECAY
+from test_megatron_actor import OVERRIDES, UPDATES, reference, update
 
 from ascend_rl.hdp_training import RINGS, HybridDataParallel, Ring, whole_batch_info
 
@@ -78,22 +68,20 @@ class Sent:
         self.module.passed_on = self.passed_on
 
 
-def learn(layout: Layout, path, rank: int, *overrides: str) -> dict:
-    batch = batch_of_many_lengths()
+def learn(layout: Layout, path, rank: int, cap: int | None) -> dict:
+    """The updates; ``cap``: tokens a rank holds, by HDP, or None for the whole mini-batch by plain CP."""
+    actor, batch = "actor_rollout_ref.actor", batch_of_many_lengths()
+    overrides = [f"{actor}.ppo_micro_batch_size_per_gpu=8"]
+    if cap:
+        os.environ["USE_HDP"] = "1"
+        overrides = [f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu={cap}"]
     worker = make_worker(layout, path, *OVERRIDES, *LOSS, *overrides)
-    norms, log_probs = [], []
-    for _ in range(UPDATES):
-        share = own_share(batch)
-        log_probs.append(worker.compute_log_prob(own_share(batch)).batch["old_log_probs"])
-        share.batch["old_log_probs"] = log_probs[-1]
-        metrics = worker.update_actor(share).meta_info["metrics"]
-        norm = metrics["actor/grad_norm"]
-        norms.append(norm[0] if isinstance(norm, list) else norm)
+    norms, log_probs, metrics = zip(*(update(worker, batch) for _ in range(UPDATES)), strict=True)
     weights = exported(worker)
     return {
         "log_probs": log_probs[0].numpy(),
-        "norms": norms,
-        "metrics": {k: v for k, v in metrics.items() if k.startswith("hdp/")},
+        "norms": list(norms),
+        "metrics": {k: v for k, v in metrics[-1].items() if k.startswith("hdp/")},
         "weights": {k: v.numpy() for k, v in weights.items()} if rank == 0 else None,
     }
 
@@ -113,48 +101,12 @@ def fused_rope_place() -> tuple[int, int]:
 
 
 def learn_in(rank: int, paths: dict, dump: str) -> tuple[list[dict], tuple[int, int]]:
-    actor, results = "actor_rollout_ref.actor", []
+    os.environ["HDP_DUMP"], results = dump, []
     for layout, cap in RUNS:
-        overrides = [f"{actor}.ppo_micro_batch_size_per_gpu=8"]  # the whole mini-batch
-        if cap:
-            os.environ["USE_HDP"], os.environ["HDP_DUMP"] = "1", dump
-            overrides = [f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu={cap}"]
         with Sent() as sent:
-            results.append(learn(layout, paths[layout.kind], rank, *overrides))
+            results.append(learn(layout, paths[layout.kind], rank, cap))
         results[-1]["sent"] = sent.bytes
     return results, fused_rope_place()
-
-
-def reference(path, dp: int) -> tuple[torch.Tensor, list[float], dict[str, torch.Tensor]]:
-    """Log-probs, gradient norms and final weights with Hugging Face and torch's AdamW.
-
-    ``dp``: data-parallel ranks, each of which averages over the tokens it has.
-    """
-    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, kl_penalty
-    from verl.workers.config import FSDPActorConfig, OptimizerConfig
-
-    config = FSDPActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=8, optim=OptimizerConfig(lr=1.0)
-    )
-    model, batch = hugging_face(path), batch_of_many_lengths()
-    decayed, others = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer, norms, first = torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPSILON), [], None
-    for _ in range(UPDATES):
-        log_prob = response_log_probs(model, batch)
-        first = log_prob.detach() if first is None else first
-        losses = []
-        names = ("advantages", "response_mask", "ref_log_prob")
-        for own, advantages, mask, ref in zip(*(x.chunk(dp) for x in (log_prob, *(batch[n] for n in names))),
-                                              strict=True):  # fmt: skip
-            kl = (kl_penalty(own, ref, "low_var_kl") * mask).sum() / mask.sum()
-            loss, _ = compute_policy_loss_vanilla(own.detach(), own, advantages, mask, "token-mean", config)
-            losses.append(loss + KL * kl)
-        optimizer.zero_grad()
-        (sum(losses) / dp).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        optimizer.step()
-    return first, norms, model.state_dict()
 
 
 def test_rope_follows_the_ring(monkeypatch):
@@ -205,7 +157,7 @@ def test_rings_learn_what_plain_cp_and_hugging_face_learn(tmp_path):
     for number, (layout, cap) in enumerate(RUNS):
         dp = 4 // (layout.tp * layout.pp * layout.cp)
         if (layout.kind, dp) not in known:
-            known[layout.kind, dp] = reference(paths[layout.kind], dp)
+            known[layout.kind, dp] = reference(paths[layout.kind], batch_of_many_lengths(), dp, KL)
         results = [results[number] for results, _ in ranks]
         compare(results, *known[layout.kind, dp], f"{layout} {cap}")
         sent.append(sum(result["sent"] for result in results))

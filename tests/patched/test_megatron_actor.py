@@ -50,19 +50,21 @@ OVERRIDES = (
 )
 
 
-def update(worker, batch: dict[str, torch.Tensor]) -> float:
-    """One update of the actor; returns the gradient norm."""
+def update(worker, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor, dict]:
+    """One update of the actor; returns the gradient norm, the log-probs before, the metrics."""
     share = own_share(batch)
-    share.batch["old_log_probs"] = worker.compute_log_prob(own_share(batch)).batch["old_log_probs"]
-    norm = worker.update_actor(share).meta_info["metrics"]["actor/grad_norm"]
-    return norm[0] if isinstance(norm, list) else norm
+    log_probs = worker.compute_log_prob(own_share(batch)).batch["old_log_probs"]
+    share.batch["old_log_probs"] = log_probs
+    metrics = worker.update_actor(share).meta_info["metrics"]
+    norm = metrics["actor/grad_norm"]
+    return norm[0] if isinstance(norm, list) else norm, log_probs, metrics
 
 
 def learn_in(rank: int, layouts: list[Layout], paths: dict, directory) -> list[dict]:
     batch, results = make_batch(), []
     for layout in layouts:
         worker = make_worker(layout, paths[layout.kind], *OVERRIDES)
-        norms = [update(worker, batch) for _ in range(UPDATES)]
+        norms = [update(worker, batch)[0] for _ in range(UPDATES)]
         weights = exported(worker)
         result = {
             "norms": norms,
@@ -77,11 +79,11 @@ def learn_in(rank: int, layouts: list[Layout], paths: dict, directory) -> list[d
 def resumes(worker, batch, path) -> dict[str, bool]:
     saved = exported(worker)
     worker.save_checkpoint(str(path))
-    first_norm, first = update(worker, batch), exported(worker)
+    first_norm, first = update(worker, batch)[0], exported(worker)
     update(worker, batch)
     worker.load_checkpoint(str(path), del_local_after_load=False)
     loaded = exported(worker)
-    second_norm, second = update(worker, batch), exported(worker)
+    second_norm, second = update(worker, batch)[0], exported(worker)
     return {
         "the update changes weights": any(not torch.equal(saved[k], first[k]) for k in saved),
         "loaded weights are the saved ones": all(torch.equal(saved[k], loaded[k]) for k in saved),
@@ -90,40 +92,54 @@ def resumes(worker, batch, path) -> dict[str, bool]:
     }
 
 
-def reference(path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Gradient norms and final weights of the same updates with Hugging Face and torch's AdamW."""
-    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+def reference(
+    path, batch: dict[str, torch.Tensor], dp: int = 1, kl_coef: float = 0.0
+) -> tuple[torch.Tensor, list[float], dict[str, torch.Tensor]]:
+    """The same updates with Hugging Face and torch's AdamW: first log-probs, gradient norms, final weights.
+
+    ``dp``: data-parallel ranks, each of which averages over the tokens it has.
+    """
+    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, kl_penalty
     from verl.workers.config import FSDPActorConfig, OptimizerConfig
 
     config = FSDPActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=8, optim=OptimizerConfig(lr=1.0)
     )
-    model, batch = hugging_face(path), make_batch()
+    model = hugging_face(path)
     matrices, vectors = (
         [p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False)
     )
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPSILON)
-    norms = []
+    shares = [{name: column.chunk(dp)[rank] for name, column in batch.items()} for rank in range(dp)]
+    norms, first = [], None
     for _ in range(UPDATES):
         log_prob = response_log_probs(model, batch)
-        loss, _ = compute_policy_loss_vanilla(
-            log_prob.detach(), log_prob, batch["advantages"], batch["response_mask"], "token-mean", config
-        )
+        first = log_prob.detach() if first is None else first
+        losses = []
+        for own, share in zip(log_prob.chunk(dp), shares, strict=True):
+            mask = share["response_mask"]
+            loss, _ = compute_policy_loss_vanilla(
+                own.detach(), own, share["advantages"], mask, "token-mean", config
+            )
+            if kl_coef:
+                kl = kl_penalty(own, share["ref_log_prob"], "low_var_kl")
+                loss = loss + kl_coef * (kl * mask).sum() / mask.sum()
+            losses.append(loss)
         optimizer.zero_grad()
-        loss.backward()
+        (sum(losses) / dp).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         optimizer.step()
-    return norms, model.state_dict()
+    return first, norms, model.state_dict()
 
 
 @pytest.mark.timeout(240)
 def test_every_layout_learns_the_same_and_resumes(tmp_path):
     paths = {kind: make_checkpoint(kind, tmp_path / kind) for kind in ("dense", "moe")}
     ranks = run_ranks(4, learn_in, LAYOUTS, paths, tmp_path, seconds=220)
-    expected = {kind: reference(path) for kind, path in paths.items()}
+    expected = {kind: reference(path, make_batch()) for kind, path in paths.items()}
     for number, layout in enumerate(LAYOUTS):
-        norms, weights = expected[layout.kind]
+        _, norms, weights = expected[layout.kind]
         for rank, results in enumerate(ranks):
             assert results[number]["norms"] == pytest.approx(norms, rel=1e-5), f"{layout}, rank {rank}"
         got = ranks[0][number]["weights"]

@@ -22,13 +22,11 @@ from ascend_rl import converter
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = [Path(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
 MINDSPEED = next((p for p in PLACES if (p / "mindspeed/op_builder").is_dir()), ROOT / "frameworks/mindspeed")
-pytestmark = [
-    pytest.mark.skipif(
-        not (MINDSPEED / "mindspeed").is_dir(),
-        reason="frameworks/mindspeed is absent: ./download_frameworks_source_code.sh --only mindspeed",
-    ),
-    pytest.mark.timeout(240),
-]
+needs_mindspeed = pytest.mark.skipif(
+    not (MINDSPEED / "mindspeed").is_dir(),
+    reason="frameworks/mindspeed is absent: ./download_frameworks_source_code.sh --only mindspeed",
+)
+pytestmark = [needs_mindspeed, pytest.mark.timeout(240)]
 
 
 def options(**values) -> tuple[str, ...]:

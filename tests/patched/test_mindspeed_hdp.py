@@ -6,24 +6,18 @@ in for the kernels of a step.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 from megatron_tiny import Layout, make_checkpoint
 from ranks import run_ranks
-from test_enable_hdp import compare, learn, reference
-from test_mindspeed import FLASH, MINDSPEED, options
+from test_enable_hdp import KL, batch_of_many_lengths, compare, learn
+from test_megatron_actor import reference
+from test_mindspeed import FLASH, MINDSPEED, needs_mindspeed, options
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [
-    pytest.mark.skipif(
-        not (MINDSPEED / "mindspeed").is_dir(),
-        reason="frameworks/mindspeed is absent: ./download_frameworks_source_code.sh --only mindspeed",
-    ),
-    pytest.mark.timeout(240),
-]
+pytestmark = [needs_mindspeed, pytest.mark.timeout(240)]
 
 
 def ring(size: int) -> Layout:
@@ -41,7 +35,7 @@ def on_mindspeed(rank: int, path: Path) -> list[dict]:
     import mindspeed.megatron_adaptor  # noqa: F401
     from mindspeed.core.context_parallel.utils import RingP2P
 
-    send, sent, results, actor = RingP2P.async_send_recv, [], [], "actor_rollout_ref.actor"
+    send, sent, results = RingP2P.async_send_recv, [], []
 
     def counted(self, tensor, *args, **kwargs):
         sent.append(tensor.numel() * tensor.element_size())
@@ -49,12 +43,8 @@ def on_mindspeed(rank: int, path: Path) -> list[dict]:
 
     RingP2P.async_send_recv = counted
     for layout, cap in RUNS:
-        overrides = [f"{actor}.ppo_micro_batch_size_per_gpu=8"]
-        if cap:
-            os.environ["USE_HDP"] = "1"
-            overrides = [f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu={cap}"]
         sent.clear()
-        results.append(learn(layout, path, rank, *overrides))
+        results.append(learn(layout, path, rank, cap))
         results[-1]["sent"] = sum(sent)
     return results
 
@@ -65,7 +55,8 @@ def test_rings_learn_what_hugging_face_learns(tmp_path):
     sent = []
     for number, (layout, cap) in enumerate(RUNS):
         results = [results[number] for results in ranks]
-        compare(results, *reference(path, 4 // layout.cp), f"CP{layout.cp} {cap}")
+        expected = reference(path, batch_of_many_lengths(), 4 // layout.cp, KL)
+        compare(results, *expected, f"CP{layout.cp} {cap}")
         sent.append(sum(result["sent"] for result in results))
         print(f"CP{layout.cp} {cap}: {sent[-1]} bytes")
     cp4, cp2, rings_of_cp4, rings_of_cp2 = sent
