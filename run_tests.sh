@@ -1,17 +1,60 @@
 #!/usr/bin/env bash
-# Set everything up on a CPU, then run all tests.
+# Set everything up on a CPU, then run the tests.
 #
-# Usage:    bash run_tests.sh [PYTEST_ARGUMENTS...]
-# Example:  bash run_tests.sh                                  # everything
-#           bash run_tests.sh tests/test_gspo.py               # one file
-#           bash run_tests.sh --ignore=tests/e2e               # without the real runs
+# Usage:    bash run_tests.sh [--all] [--durations] [PYTEST_ARGUMENTS...]
+# Example:  bash run_tests.sh                                  # enough for a change
+#           bash run_tests.sh --all --durations                # everything, with timings
+#           bash run_tests.sh tests/test_gspo.py -x            # pytest with these arguments and no others
 # Hardware: 2 cores, 12 GiB, 12 GB of disk, Linux with Python 3.11; no accelerator
-# Duration: about an hour
+# Duration: about 20 minutes; with --all about 45
+#
+#   --all        also runs the tests marked long (more real runs) and proves that each patch is needed. Without it,
+#                only proofs affected by changes are repeated, if data/proofs has earlier ones
+#   --durations  print the time of each file, the slowest tests, and the total
+#
+# Tests that can share the machine run first, two at a time, then the real runs, one after another.
+started=$SECONDS
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
-case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
+
+ALL=0 DURATIONS=0
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --all) ALL=1 ;;
+    --durations) DURATIONS=1 ;;
+    -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) break ;;
+    esac
+    shift
+done
 
 cd "$ROOT"
 bash build_project.sh --target cpu
 use_python
+log "the tiny Qwen3"
 python -m ascend_rl.tiny --out data/tiny
-exec python -m pytest "$@"
+
+results=data/test-results
+rm -rf "$results"
+if [ $# -gt 0 ]; then
+    status=0
+    python -m pytest --junitxml="$results/given.xml" "$@" || status=$?
+    [ "$DURATIONS" = 0 ] || python tests/summary.py --durations --wall $((SECONDS - started)) "$results"/given.xml
+    exit "$status"
+fi
+
+if [ "$ALL" = 1 ]; then
+    wanted="" ARGS=(--prove)
+elif [ -d data/proofs ]; then
+    wanted=" and not long" ARGS=()
+else
+    wanted=" and not long" ARGS=(--ignore=tests/patched/test_left_out.py)
+fi
+status=0
+log "1/2 tests that can share the machine"
+python -m pytest -q -n 2 --dist loadgroup -m "not alone$wanted" --junitxml="$results/shared.xml" "${ARGS[@]}" || status=1
+log "2/2 real runs"
+python -m pytest -q -m "alone$wanted" --junitxml="$results/alone.xml" || status=1
+ARGS=(--wall $((SECONDS - started)))
+[ "$DURATIONS" = 0 ] || ARGS+=(--durations)
+python tests/summary.py "${ARGS[@]}" "$results"/{shared,alone}.xml || status=1
+exit "$status"

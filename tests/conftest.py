@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,13 @@ _printed = subprocess.run(
 )
 os.environ.update(entry.split("=", 1) for entry in _printed.stdout.decode().split("\0") if "=" in entry)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# On a loaded machine Ray's workers take minutes to start.
+os.environ["RAY_worker_register_timeout_seconds"] = "600"
+
+# Of two runs of tests at a time, each with its own: verl's weight sync names its socket there by the device.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t")
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 # On the path for this import alone: patches/megatron and patches/vllm_ascend would pass for these packages.
 sys.path.append(str(ROOT / "patches"))
@@ -66,12 +76,13 @@ def tree_without(root, tmp_path_factory):
 
     def copy(framework: str, names: list[str]) -> Path:
         source, destination = root / "frameworks" / framework, tmp_path_factory.mktemp(framework)
-        archive = subprocess.run(["git", "-C", source, "archive", "HEAD"], check=True, capture_output=True)
-        subprocess.run(["tar", "x", "-C", destination], check=True, input=archive.stdout)
-        for compiled in source.rglob("*.so"):
-            link = destination / compiled.relative_to(source)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(compiled)
+        shutil.copytree(
+            source,
+            destination,
+            ignore=shutil.ignore_patterns(".git"),
+            copy_function=link_or_copy,
+            dirs_exist_ok=True,
+        )
         for patch in sorted((root / "patches" / framework).glob("*.patch"), reverse=True):
             if patch.stem.split("-")[-1] in names:
                 subprocess.run(["git", "apply", "-R", patch], check=True, cwd=destination)
@@ -80,12 +91,29 @@ def tree_without(root, tmp_path_factory):
     return copy
 
 
+def link_or_copy(source: str, destination: str) -> None:
+    """Links to what is large; a copy keeps its time, so that bytecode beside it stays valid."""
+    if source.endswith((".so", ".o")):
+        os.symlink(source, destination)
+    else:
+        shutil.copy2(source, destination)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--prove", action="store_true", help="prove anew that each patch is needed by its test")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Quick tests first, real runs last: a mistake shows early.
 
     Of the patched frameworks, first Megatron's models in this process: a vLLM engine in it keeps the default
-    process group, of which there can be one.
+    process group, of which there can be one. For pytest -n 2 --dist loadgroup a file is a group, which one of
+    the two runs, since its tests share fixtures; proofs share nothing.
     """
     order = ["tests", "patched", "e2e"]
     files = {"test_memory_plan.py": 0, "test_left_out.py": 2}
     items.sort(key=lambda item: (order.index(item.path.parent.name), files.get(item.path.name, 1)))
+    for item in items:
+        if item.path.name != "test_left_out.py":
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))

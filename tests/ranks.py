@@ -1,123 +1,64 @@
-"""Run a function in several processes that form a gloo process group, with the stand-ins of tests/stubs.
+"""Run a function in several processes that form a gloo process group, with the stubs of tests/stubs.
 
     from ranks import run_ranks
-    norms = run_ranks(4, grad_norms, layouts, seconds=120)      # grad_norms(rank, layouts) in each of 4
-    processes
+    norms = run_ranks(4, grad_norms, layouts)      # grad_norms(rank, layouts) in each of 4 processes
 
-The function must be importable (top level of a test module); what it returns on each rank comes back as a
-list. What the ranks print is shown when one of them fails.
+The function must be importable (top level of a test module); its results come back as a list, by rank. What
+the ranks print is shown if one of them fails.
 """
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import os
-import queue
-import shutil
-import signal
-import sys
-import tempfile
-import time
-import traceback
+import socket
 from datetime import timedelta
 from pathlib import Path
 
-import torch.multiprocessing as mp
+from warm import PATIENCE_S, Warm
 
 STUBS = Path(__file__).resolve().parent / "stubs"
+_newest: list[Warm] = []
 
 
-@contextlib.contextmanager
-def stubs_on_path(*directories: Path):
-    """PYTHONPATH for new processes: the stand-ins before whatever is on it, such as a variant of a
-    framework."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, filter(None, [*directories, STUBS, before])))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+def warm(path: str) -> Warm:
+    """The process for this PYTHONPATH; that for another one ends."""
+    if _newest and not (_newest[0].path == path and _newest[0].alive):
+        _newest.pop().stop()
+    if not _newest:
+        _newest.append(Warm(["verl.models.mcore", "verl.workers.megatron_workers"], path))
+    return _newest[0]
 
 
-def _rank(rank: int, world: int, port: int, function, args, seconds: float, log: str, results) -> None:
-    os.setsid()  # so that what a rank starts (megatron-core's writer of checkpoints) can be ended with it
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
+def in_group(rank: int, function, args: tuple):
+    import torch
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
+    value = function(rank, *args)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return value
+
+
+def run_ranks(world: int, function, *args, stubs: tuple[Path, ...] = ()) -> list:
+    """Results of ``function(rank, *args)`` by rank.
+
+    PYTHONPATH of the ranks: ``stubs``, tests/stubs, and what it is here, such as a variant of a framework.
+
+    Raises:
+        AssertionError: a rank raised (with its traceback), or not all ranks answered in time.
+    """
+    places = [*stubs, STUBS, *filter(None, [os.environ.get("PYTHONPATH")])]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return warm(os.pathsep.join(map(str, places))).run(
+        world,
+        in_group,
+        function,
+        args,
         WORLD_SIZE=str(world),
         LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    sys.path[:0] = os.environ["PYTHONPATH"].split(
-        os.pathsep
-    )  # multiprocessing has put the parent's path back
-    faulthandler.dump_traceback_later(max(1, seconds - 10), exit=True)
-    try:
-        import torch
-
-        torch.set_num_threads(1)
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-        value = function(rank, *args)
-        torch.distributed.barrier()
-        results.put((rank, value, None))
-        torch.distributed.destroy_process_group()
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
-
-
-def tail(logs: str, rank: int) -> str:
-    return "..." + Path(logs, str(rank)).read_text(errors="replace")[-3000:]
-
-
-def run_ranks(world: int, function, *args, seconds: float = 120, stubs: tuple[Path, ...] = ()) -> list:
-    """Results of ``function(rank, *args)`` by rank.
-
-    Raises:
-        AssertionError: a rank raised (with its traceback), or not all ranks answered within ``seconds``.
-    """
-    from verl.utils.net_utils import get_free_port
-
-    context, (port, _) = mp.get_context("spawn"), get_free_port("127.0.0.1")
-    results = context.Queue()
-    logs = tempfile.mkdtemp(prefix="ranks-")
-    with stubs_on_path(*stubs):
-        processes = [
-            context.Process(
-                target=_rank, args=(rank, world, port, function, args, seconds, f"{logs}/{rank}", results)
-            )
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-    values, until = {}, time.monotonic() + seconds
-    try:
-        while len(values) < world:
-            try:
-                rank, value, error = results.get(timeout=max(0.1, min(1, until - time.monotonic())))
-            except queue.Empty:
-                missing = sorted(set(range(world)) - values.keys())
-                dead = [r for r in missing if not processes[r].is_alive()]
-                assert not dead, f"ranks {dead} died: {tail(logs, dead[0])}"
-                assert time.monotonic() < until, (
-                    f"no answer from ranks {missing} in {seconds:.0f} s: {tail(logs, missing[0])}"
-                )
-                continue
-            assert error is None, f"rank {rank}: {tail(logs, rank)}\n{error}"
-            values[rank] = value
-        for process in processes:
-            process.join(10)
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-        shutil.rmtree(logs)
-    return [values[rank] for rank in range(world)]

@@ -1,0 +1,64 @@
+"""tests/summary.py and run_tests.sh on runs of pytest with each outcome."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from summary import summary
+
+TESTS = """
+import pytest
+def test_well(): pass
+def test_ill(): assert 0
+@pytest.mark.skip(reason="no checkout")
+@pytest.mark.parametrize("i", [1, 2])
+def test_absent(i): pass
+@pytest.fixture
+def broken(): raise OSError
+def test_broken(broken): pass
+@pytest.fixture
+def left():
+    yield
+    raise OSError
+def test_left(left): pass
+"""
+
+
+def run(directory, name: str, text: str):
+    (directory / f"test_{name}.py").write_text(text)
+    file = directory / f"{name}.xml"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        f"--junitxml={file}",
+        "-p",
+        "no:cacheprovider",
+        f"test_{name}.py",
+    ]
+    subprocess.run([*command, f"--rootdir={directory}"], cwd=directory, capture_output=True)
+    return file
+
+
+def test_every_outcome_is_counted_and_named(tmp_path):
+    files = [run(tmp_path, "one", TESTS), run(tmp_path, "two", "def test_two(): pass")]
+    well, text = summary(files, 75, True)
+    assert not well
+    lines = text.splitlines()
+    assert lines[-1] == "2 passed, 1 failed, 2 error, 2 skipped in 1 min 15 s"
+    assert "SKIPPED 2: no checkout" in lines
+    assert {
+        "FAILED test_one.py::test_ill",
+        "ERROR test_one.py::test_broken",
+        "ERROR test_one.py::test_left",
+    } <= set(lines)
+    assert "seconds, by file" in lines and any(line.endswith("test_two.py::test_two") for line in lines)
+
+
+def test_a_run_that_died_is_no_success(tmp_path):
+    files = [run(tmp_path, "two", "def test_two(): pass"), tmp_path / "absent.xml"]
+    assert summary(files[:1], 1, False) == (True, "\n1 passed in 0 min 1 s")
+    well, text = summary(files, 1, False)
+    assert not well and "FAILED absent" in text

@@ -1,0 +1,169 @@
+"""A process that has imported some modules and forks on request: each fork starts at once, with fresh state.
+
+    warm = Warm(["torch"])
+    warm.run(2, squares, 3)      # [squares(0, 3), squares(1, 3)], each in a process of its own
+    warm.stop()
+
+Functions must be importable (top level of a test module). The process itself computes nothing, so that no
+thread or state of a library is inherited.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+PATIENCE_S = 600.0  # with what hangs; a loaded machine takes minutes where an idle one takes seconds
+
+
+class Warm:
+    """The process. ``path`` is its PYTHONPATH; what it forks has the sys.path of this process after it."""
+
+    def __init__(self, modules: Sequence[str], path: str = ""):
+        self.path, self.directory = path, tempfile.mkdtemp(prefix="warm-")
+        self.log = Path(self.directory, "log")
+        code = "import sys; sys.path.append(sys.argv[1]); import warm; warm.serve(sys.argv[2:])"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, str(Path(__file__).parent), *modules],
+            env=os.environ | {"PYTHONPATH": path},
+            bufsize=0,  # so that select sees what was not read
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+        )
+        atexit.register(self.stop)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        atexit.unregister(self.stop)
+        self.process.kill()
+        self.process.communicate()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def run(self, count: int, function, *args, seconds: float = PATIENCE_S, **environment: str) -> list:
+        """Results of ``function(number, *args)`` in ``count`` processes, by number.
+
+        They have the variables of this process and those given, each a session that ends with it.
+
+        Raises:
+            AssertionError: one raised (shown with its output), died, or did not answer in ``seconds``.
+        """
+        directory = Path(tempfile.mkdtemp(dir=self.directory))
+        own = {"PYTHONPATH": self.path} if self.path else {}
+        job = {
+            "count": count,
+            "call": pickle.dumps((function, args)),
+            "seconds": seconds,
+            "path": [*filter(None, self.path.split(os.pathsep)), *sys.path],
+            "environment": os.environ | own | environment,
+        }
+        (directory / "job").write_bytes(pickle.dumps(job))
+        for number in range(count):
+            (directory / f"{number}.log").touch()
+        values, until, pids = {}, time.monotonic() + seconds, []
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(f"{directory}\n".encode())
+            pids = [int(pid) for pid in self._line().split()]
+            while len(values) < count:
+                number = self._ended(until - time.monotonic())
+                if number is None:
+                    missing = sorted(set(range(count)) - values.keys())
+                    raise AssertionError(
+                        f"no answer from {missing} in {seconds:.0f} s: {tail(directory, missing[0])}"
+                    )
+                answer = directory / f"{number}.answer"
+                assert answer.exists(), f"process {number} died: {tail(directory, number)}"
+                value, error = pickle.loads(answer.read_bytes())
+                assert error is None, f"process {number}: {tail(directory, number)}\n{error}"
+                values[number] = value
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+            if len(values) < count:  # it waits for those that go on
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                self.stop()
+        return [values[number] for number in range(count)]
+
+    def _ended(self, seconds: float) -> int | None:
+        """The number of a process that ended; None if none does so in time."""
+        return int(self._line()) if select.select([self.process.stdout], [], [], max(0, seconds))[0] else None
+
+    def _line(self) -> bytes:
+        line = self.process.stdout.readline()
+        assert line, f"the process that forks died: {self.log.read_text()[-3000:]}"
+        return line
+
+
+def tail(directory: Path, number: int) -> str:
+    return "..." + (directory / f"{number}.log").read_text(errors="replace")[-3000:]
+
+
+def serve(modules: Sequence[str]) -> None:
+    """Import the modules, then fork for one job after another."""
+    answers, before = os.fdopen(os.dup(1), "w"), dict(os.environ)
+    os.dup2(2, 1)
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except Exception:  # what a variant of a framework lacks is the jobs' to find out, without half a module
+        traceback.print_exc()
+        os.dup2(answers.fileno(), 1)
+        os.execv(sys.executable, sys.orig_argv[: -len(modules)])
+    imported = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    gc.freeze()
+    for line in sys.stdin:
+        directory = Path(line.rstrip("\n"))
+        job = pickle.loads((directory / "job").read_bytes())
+        numbers = {}
+        for number in range(job["count"]):
+            if not (pid := os.fork()):
+                _live(number, job, directory, imported)
+            numbers[pid] = number
+        print(*numbers, file=answers, flush=True)
+        for _ in numbers:
+            print(numbers[os.wait()[0]], file=answers, flush=True)
+
+
+def _live(number: int, job: dict, directory: Path, imported: dict[str, str]) -> None:
+    """The life of a forked process. Its answer is the file NUMBER.answer: a value, a traceback or None."""
+    try:
+        os.setsid()  # so that what it starts (megatron-core's writer of checkpoints) can be ended with it
+        log = os.open(directory / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.clear()
+        os.environ |= job["environment"] | imported
+        sys.path[:] = job["path"]
+        faulthandler.dump_traceback_later(max(1, job["seconds"] - 10), exit=True)
+        function, args = pickle.loads(job["call"])
+        answer = pickle.dumps((function(number, *args), None))
+    except BaseException:
+        answer = pickle.dumps((None, traceback.format_exc()))
+    (directory / f"{number}.written").write_bytes(answer)
+    (directory / f"{number}.written").rename(directory / f"{number}.answer")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
