@@ -2,9 +2,9 @@
 
 Problem: numbered patches over several upstreams must give the same trees everywhere, and work in a tree
 must survive mistakes, other people's pulls and kills.
-Idea: nothing is tried in a user's tree. The real `git am` runs in a scratch repository that borrows the
-tree's objects and checks out only the touched files; when every framework succeeded and every tree hash
-matches frameworks.lock, each tree is moved from one known commit to another behind a journal.
+Idea: nothing is tried out in a user's tree. The real `git am` runs in a scratch repository that borrows the
+tree's objects and checks out only the touched files; once every framework has succeeded and every tree hash
+matches frameworks.lock, each tree is moved from one known commit to another under a journal.
 Invariants: a failure changes no tree; uncommitted or unexported work is never overwritten; a killed move
 is finished by the next run; same patches and same base give the same commits for every user; an export of
 an applied set changes no byte.
@@ -52,8 +52,8 @@ from sources import (
     write_json,
 )
 
-JOURNAL_FILE = "ascend-rl-journal"  # in .git: a move that has begun, {"from", "to", "digest"}
-BUMP_FILE = "ascend-rl-bump"  # in .git of frameworks/.bump-<name>: a bump that waits for resolutions
+JOURNAL_FILE = "ascend-rl-journal"  # in .git: a move in progress, {"from", "to", "digest"}
+BUMP_FILE = "ascend-rl-bump"  # in .git of frameworks/.bump-<name>: a bump that awaits resolutions
 PATCH_NAME = re.compile(r"(\d{4})-([a-z_]+)-(feature|bugfix)-([a-z0-9_]+)\.patch")
 SUBJECT = re.compile(r"(feature|bugfix)\(([a-z0-9_]+)\): \S.*")
 TRAILERS = ("Why", "How", "Upstream-Status", "Drop-When", "Switch", "Test")
@@ -158,7 +158,7 @@ def read_patches(project: Project, name: str) -> list[Patch]:
 
 
 def digest_of(patches: Sequence[Patch], base: str) -> str:
-    """Identifies what `apply` would produce."""
+    """A digest that identifies what `apply` would produce."""
     digest = hashlib.sha256(base.encode())
     for patch in patches:
         digest.update(f"\0{patch.filename}\0{len(patch.content)}\0".encode())
@@ -167,7 +167,7 @@ def digest_of(patches: Sequence[Patch], base: str) -> str:
 
 
 def lint_message(patch: Patch) -> list[str]:
-    """What a commit message lacks before it may become a patch file."""
+    """What a commit message still lacks to become a patch file."""
     problems = []
     if not SUBJECT.fullmatch(patch.subject):
         problems.append(
@@ -187,7 +187,7 @@ def lint_message(patch: Patch) -> list[str]:
 
 
 def name_patches(contents: Sequence[bytes], framework: str) -> list[Patch]:
-    """Give exported commits their file names; refuse the ones that are not ready, naming them."""
+    """Give exported commits their file names; refuse those that are not ready, by name."""
     patches, problems = [], []
     for number, content in enumerate(contents, 1):
         patch = Patch("", content)
@@ -253,7 +253,7 @@ def run_am(scratch: Path, patches: Sequence[Patch], framework: str) -> str:
 def explain_failure(
     scratch: Path, framework: str, patches: Sequence[Patch], position: int, message: str
 ) -> str:
-    """Name the patch, the file, the hunk, what was expected and what to do."""
+    """Name the patch, the file and the hunk that failed, what was expected and what to do."""
     patch = patches[position]
     path = f"patches/{framework}/{patch.filename}"
     lines = [f"{path} does not apply (patch {position + 1} of {len(patches)})"]
@@ -278,7 +278,7 @@ def explain_failure(
 
 
 def describe_rejects(scratch: Path, patch: Patch, verbose: str) -> list[str]:
-    """Turn `git apply --reject --verbose` output into one entry per hunk that found no place."""
+    """Turn `git apply --reject --verbose` output into one entry per rejected hunk."""
     lines, current = [], ""
     hunks = hunks_by_file(patch)
     for line in verbose.splitlines():
@@ -311,7 +311,7 @@ def hunks_by_file(patch: Patch) -> dict[str, list[tuple[int, list[str]]]]:
 
 
 def first_difference(scratch: Path, path: str, start: int, expected: Sequence[str]) -> list[str]:
-    """The first line where the file before this patch is not what the hunk expects."""
+    """The first line where the file before this patch differs from what the hunk expects."""
     found = git(scratch, "show", f"HEAD:{path}").split("\n")[max(start - 1, 0) :]
     found += ["<end of file>"] * len(expected)
     for offset, (want, have) in enumerate(zip(expected, found, strict=False)):
@@ -341,12 +341,12 @@ def touched(patches: Sequence[Patch]) -> list[str]:
 
 
 def copy_objects(scratch: Path, tree: Path) -> None:
-    """Add the scratch repository's new objects to the tree's; each appears whole or not at all."""
+    """Add the scratch repository's new objects to the tree's; each appears complete or not at all."""
     for source in (scratch / ".git/objects").glob("??/*"):
         target = tree / ".git/objects" / source.parent.name / source.name
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
-            temporary = target.with_name(f"tmp_obj_{source.name}")  # a name that git's gc removes
+            temporary = target.with_name(f"tmp_obj_{source.name}")  # git's gc removes such names
             shutil.copy(source, temporary)
             temporary.replace(target)
 
@@ -377,7 +377,7 @@ def blob_bytes(tree: Path, blob: str) -> bytes:
 
 
 def move(tree: Path, old: str, new: str, digest: str) -> None:
-    """Take the tree from commit `old` to `new`; a kill at any point is finished by `recover`."""
+    """Take the tree from commit `old` to `new`; after a kill at any point, `recover` finishes the move."""
     write_json(tree / ".git" / JOURNAL_FILE, {"from": old, "to": new, "digest": digest})
     # Without this, `reset` would rewrite files of a copied or mounted tree that do not change at all.
     git_result(tree, "update-index", "-q", "--refresh")
@@ -389,7 +389,7 @@ def finish_move(tree: Path, old: str, new: str, digest: str) -> None:
     git(tree, "reset", "-q", "--hard", new)
     present = blobs(tree, new, changed)
     for path in changed:
-        if path not in present:  # `reset` leaves files that no index knows, as after a kill
+        if path not in present:  # `reset` leaves files that no index lists, as after a kill
             (tree / path).unlink(missing_ok=True)
     write_json(tree / ".git" / APPLIED_FILE, {"digest": digest, "head": new})
     (tree / ".git" / JOURNAL_FILE).unlink()
@@ -462,7 +462,7 @@ def count(number: int) -> str:
 
 
 def base_of(project: Project, framework: Framework) -> str:
-    """The pinned base commit of an existing tree, after checking that it is the lock's."""
+    """The pinned base commit of an existing tree, checked against the lock."""
     tree = project.tree(framework.name)
     require_repository(tree)
     if not holds_pin(tree, framework):
@@ -475,7 +475,7 @@ def base_of(project: Project, framework: Framework) -> str:
 
 
 def require_quiet(tree: Path) -> None:
-    """No operation in progress, the tool's branch checked out, nothing uncommitted."""
+    """Require no operation in progress, the tool's branch checked out and nothing uncommitted."""
     if running := [name for name in IN_PROGRESS if (tree / ".git" / name).exists()]:
         raise ToolError(
             f"{tree}: a git operation is in progress ({running[0]}): finish or abort it, then run again"
@@ -505,7 +505,7 @@ def verify_hash(framework: Framework, found: str) -> None:
 
 
 def make_plan(project: Project, framework: Framework, scratches: contextlib.ExitStack) -> Plan:
-    """Find out where the tree must go; refuse when that would lose work. Changes nothing."""
+    """Determine where the tree must go; refuse if that would lose work. Changes nothing."""
     tree = project.tree(framework.name)
     base, patches = base_of(project, framework), read_patches(project, framework.name)
     head, digest = git(tree, "rev-parse", "HEAD"), digest_of(patches, base)
@@ -525,7 +525,7 @@ def make_plan(project: Project, framework: Framework, scratches: contextlib.Exit
 
 
 def require_no_collision(scratch: Path, tree: Path, head: str, target: str) -> None:
-    """Files that the patches add must not exist untracked with other content."""
+    """Require that no file the patches add exists untracked with other content."""
     changed = changed_paths(scratch, head, target)
     added = {
         path: blob
@@ -561,7 +561,7 @@ def absent(framework: Framework) -> str:
 
 
 def present(project: Project, only: str | None) -> list[Framework]:
-    """The selected frameworks whose trees exist; say which do not. One asked for by name must exist."""
+    """The selected frameworks whose trees exist; report the others. One selected by name must exist."""
     found = []
     for framework in project.select(only):
         if project.tree(framework.name).exists():
@@ -609,7 +609,7 @@ def apply(project: Project, only: str | None) -> None:
 
 
 def undo(plan: Plan) -> None:
-    """Move a tree back; the old head is known to be the base or an earlier applied set."""
+    """Move a tree back; the old head is known to be the base or a set applied earlier."""
     digest = digest_of([], plan.base) if plan.head == plan.base else "an earlier patch set"
     move(plan.tree, plan.target, plan.head, digest)
 
@@ -644,7 +644,7 @@ def export(project: Project, only: str | None) -> None:
 
 
 def prepare_export(project: Project, framework: Framework) -> Export:
-    """Everything that can be refused; moves nothing and writes no file of the repository."""
+    """Do everything that can be refused; moves nothing and writes no file of the repository."""
     tree = project.tree(framework.name)
     base = base_of(project, framework)
     recover(tree)
@@ -664,7 +664,7 @@ def prepare_export(project: Project, framework: Framework) -> Export:
 
 
 def require_series(tree: Path, base: str) -> None:
-    """The work must be a straight line of finished commits on top of the base."""
+    """Require the work to be a straight line of finished commits on top of the base."""
     if git_result(tree, "merge-base", "--is-ancestor", base, "HEAD").returncode:
         raise ToolError(f"{tree}: HEAD does not contain the base; `git -C {tree} rebase {BASE_TAG}` first")
     if merges := git(tree, "log", "--merges", "--format=%h %s", f"{base}..HEAD"):
@@ -687,7 +687,7 @@ def require_series(tree: Path, base: str) -> None:
 def require_nothing_lost(
     project: Project, tree: Path, framework: Framework, base: str, head: str, patches: Sequence[Patch]
 ) -> None:
-    """Patch files that changed since they were applied (a git pull) must not be replaced by older commits."""
+    """Refuse to replace patch files that changed since they were applied (a git pull) with older commits."""
     existing, record = read_patches(project, framework.name), read_json(tree / ".git" / APPLIED_FILE)
     if record.get("digest") == digest_of(existing, base):
         return
@@ -709,7 +709,7 @@ def require_nothing_lost(
 def normalise(
     project: Project, tree: Path, framework: Framework, base: str, patches: list[Patch]
 ) -> tuple[list[Patch], str, str]:
-    """Apply and export once more, so that the files are a fixed point; return them, the head and the hash."""
+    """Apply and export once more, to make the files a fixed point; return them, the head and the hash."""
     for _ in range(2):
         with scratch_repository(project, tree, base, touched(patches)) as scratch:
             target = run_am(scratch, patches, framework.name)
@@ -802,7 +802,7 @@ def check(project: Project, only: str | None) -> None:
 
 
 def check_files(project: Project, framework: Framework, patches: Sequence[Patch]) -> list[str]:
-    """What can be said of the patch files alone."""
+    """Problems that the patch files alone show."""
     problems = []
     for number, patch in enumerate(patches, 1):
         match = PATCH_NAME.fullmatch(patch.filename)
@@ -874,7 +874,7 @@ def check_applied(project: Project, framework: Framework, patches: Sequence[Patc
 def switch_exists(project: Project, scratch: Path, patch: Patch) -> bool:
     """Whether the named switch occurs in the patched files, any same-named patch or ascend_rl/.
 
-    Of a Hydra key the last two parts must occur: `enable` alone would be found anywhere.
+    The last two parts of a Hydra key must occur: `enable` alone would be found anywhere.
     """
     match = re.match(r"\+{0,2}([A-Za-z_][\w.]*)", patch.trailer("Switch"))
     if not match:
@@ -899,7 +899,7 @@ def switch_exists(project: Project, scratch: Path, patch: Patch) -> bool:
 
 
 def status(project: Project, only: str | None) -> None:
-    """One line per framework: what it holds, and what would have to happen."""
+    """One line per framework: what it holds, and what remains to be done."""
     for framework in project.select(only):
         tree = project.tree(framework.name)
         say(describe(project, framework) if tree.exists() else absent(framework))
@@ -943,7 +943,7 @@ def describe(project: Project, framework: Framework) -> str:
 
 
 def bump(project: Project, name: str, tag: str, source: str, resume: bool, seconds: float) -> None:
-    """Move a framework to a new tag: rebase its patches, or list what is in the way."""
+    """Move a framework to a new tag: rebase its patches, or list the conflicts."""
     (framework,) = project.select(name)
     tree, waiting = project.tree(name), project.directory / f".bump-{name}"
     if not tree.exists():
@@ -995,7 +995,7 @@ def bump(project: Project, name: str, tag: str, source: str, resume: bool, secon
 
 
 def lend_preimages(tree: Path, built: Path, patches: Sequence[Patch]) -> None:
-    """Give the new repository the old file versions, which `git am -3` merges from."""
+    """Give the new repository the old file versions, from which `git am -3` merges."""
     for blob in set(re.findall(r"(?m)^index ([0-9a-f]{40})\.\.", "".join(patch.text for patch in patches))):
         result = git_result(tree, "cat-file", "blob", blob)
         if not result.returncode:
@@ -1022,7 +1022,7 @@ def rebase_one(built: Path, patch: Patch) -> tuple[str, list[str]]:
 
 
 def resume_bump(project: Project, framework: Framework, tag: str, waiting: Path) -> None:
-    """Take the resolutions the user made on the bump branch."""
+    """Continue with the user's resolutions on the bump branch."""
     state = read_json(waiting / ".git" / BUMP_FILE)
     if state.get("tag") != tag:
         raise ToolError(
@@ -1073,7 +1073,7 @@ def finish_bump(project: Project, framework: Framework, built: Path, seconds: fl
 
 
 def new_pins(project: Project, target: Framework, pin: dict[str, str], seconds: float) -> dict[str, str]:
-    """The lock's values for a new pin; what cannot be established is emptied, with a warning."""
+    """The lock's values for a new pin; those that cannot be determined are left empty, with a warning."""
     values = {
         "tag": target.tag,
         "commit": pin["base"] if pin["source"] == "git" else "",

@@ -2,11 +2,13 @@
 
 Problem: five upstreams, hosts that are sometimes unreachable, and patches that need exactly one tree.
 Idea: two routes to the same package, `git` (shallow fetch of the tag from the main URL, then the mirror)
-and `pypi` (the released wheel committed as a base). A tree is built in frameworks/.tmp-<name>, verified
-and renamed into place, so a kill at any point leaves the old state and the next run starts over cleanly.
+and `pypi` (the released wheel committed as a base); an archive of the tag's files serves if neither is
+reachable. A tree is built in frameworks/.tmp-<name>, verified and renamed into place, so a kill at any point
+leaves the old state and the next run starts over cleanly.
 Invariants: frameworks/<name> is always complete, a repository of its own, on branch `ascend-rl`, with the
 pin at tag `ascend-rl-base`; a wheel gives the same base commit on every machine; a commit or sha256 that
-differs from the lock is never installed; no tree with unsaved work is replaced; one tool runs at a time.
+differs from the lock is never installed (an archive is proved by the lock's hash of the patched tree, without
+which no patch is applied); no tree with unsaved work is replaced; one tool runs at a time.
 Cost: one shallow clone or one wheel per framework; an up-to-date run makes four git calls per framework.
 """
 
@@ -24,6 +26,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import tomllib
 import zipfile
@@ -34,9 +37,9 @@ from pathlib import Path
 BASE_TAG = "ascend-rl-base"
 BRANCH = "ascend-rl"
 SOURCE_FILE = "ascend-rl-source"  # in .git: which pin this tree holds
-APPLIED_FILE = "ascend-rl-applied"  # in .git: which patch set was applied, giving which head
+APPLIED_FILE = "ascend-rl-applied"  # in .git: which patch set was applied, and the resulting head
 HASHED_SUFFIXES = (".py", ".yaml")
-# Compiled for one architecture, so kept in the working tree but out of the base commit; and build products.
+# Files compiled for one architecture, and build products: in the working tree but not in the base commit.
 UNTRACKED = ("*.so", "*.so.*", "*.o", "_cann_ops_custom/", "build/", "*.egg-info/", "__pycache__/", "*.pyc")
 METADATA = (
     "METADATA",
@@ -47,7 +50,7 @@ METADATA = (
 ATTRIBUTES = "* -text !eol !diff !filter !ident !merge !working-tree-encoding\n"
 IDENTITY = {"NAME": "ascend-rl", "EMAIL": "patches@ascend-rl.invalid"}
 BASE_DATE = "2000-01-01T00:00:00+00:00"
-PROBE_SECONDS = 15  # a host that does not answer a one-line question by then is passed over
+PROBE_SECONDS = 15  # a host that does not answer a one-line query by then is skipped
 GLIBC_TAGS = ("manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 
 
@@ -70,10 +73,10 @@ class Framework:
     sha256: dict[str, str]  # machine (or "any") -> wheel digest
     optional: bool
     unhashed: tuple[str, ...]
-    tree: str  # hash of the patched package, "" before the first export
+    tree: str  # hash of the patched package; "" before the first export
 
     def hashed(self, path: str) -> bool:
-        """Whether `path` counts in the tree hash: a source that the tag and the wheel have in common."""
+        """Whether `path` counts in the tree hash: a source that both the tag and the wheel contain."""
         return path.endswith(HASHED_SUFFIXES) and not any(
             path.startswith(entry) if entry.endswith("/") else path == entry for entry in self.unhashed
         )
@@ -155,7 +158,7 @@ class Project:
 
     @contextlib.contextmanager
     def exclusive(self, wait_seconds: float = 600) -> Iterator[None]:
-        """Hold the lock all tools share, then remove what killed runs left behind.
+        """Hold the lock that all tools share, and remove what killed runs left behind.
 
         Children inherit the descriptor: after a SIGKILL of this process the lock is held until the
         git it was running has ended, so the next run never meets it half-way.
@@ -198,7 +201,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """A state file of the tool; absent or damaged counts as empty."""
+    """A state file of the tool; an absent or damaged one counts as empty."""
     try:
         return json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -230,7 +233,7 @@ def run(
     try:
         out, err = process.communicate(stdin, timeout=seconds)
     except BaseException:
-        if seconds is not None:  # its helpers (git-remote-https) hold the pipes too
+        if seconds is not None:  # its helpers (git-remote-https) also hold the pipes
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
@@ -290,7 +293,7 @@ def git_result(repo: Path, *args: str, stdin: bytes | None = None) -> subprocess
 
 
 def git(repo: Path, *args: str, stdin: bytes | None = None) -> str:
-    """As git_result, returning the output; a failure is an error that shows git's message."""
+    """Like git_result, but returns the output; a failure raises an error with git's message."""
     result = git_result(repo, *args, stdin=stdin)
     if result.returncode:
         raise ToolError(
@@ -339,7 +342,7 @@ def network_git(repo: Path, *args: str, seconds: float) -> str:
 
 
 def last_line(output: bytes) -> str:
-    """The most telling line of a failed command: the last one that says fatal or error, else the last."""
+    """The most telling line of a failed command: the last with "fatal" or "error", else the last."""
     lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
     telling = [line for line in lines if line.lower().startswith(("fatal:", "error:"))]
     return (telling or lines or ["it failed without a message"])[-1]
@@ -364,17 +367,19 @@ def require_repository(tree: Path) -> None:
 
 
 def holds_pin(tree: Path, framework: Framework, source: str = "auto") -> bool:
-    """Whether the tree's base is the one that the lock pins (from `source`, unless auto)."""
+    """Whether the tree's base is the one that the lock pins (from `source`, unless that is auto)."""
     pin = read_json(tree / ".git" / SOURCE_FILE)
     if not pin or source not in ("auto", pin["source"]) or pin["tag"] != framework.tag:
         return False
+    if pin["source"] == "archive":  # proved by `tree` when the patches are applied
+        return True
     if pin["source"] == "git":
         return bool(framework.commit) and pin["base"].startswith(framework.commit)
     return pin["version"] == framework.version and pin["sha256"] in framework.sha256.values()
 
 
 def unsaved_work(tree: Path) -> str:
-    """What would be lost with this tree: "" when it holds only what the tools put there."""
+    """What would be lost with this tree; "" if it holds only what the tools put there."""
     head = git(tree, "rev-parse", "HEAD")
     known = {
         read_json(tree / ".git" / name).get(key)
@@ -495,15 +500,39 @@ def from_pypi(dest: Path, project: Project, framework: Framework, seconds: float
                 path = Path(archive.extract(member, dest))
                 path.chmod(0o755 if member.external_attr >> 16 & 0o111 else 0o644)
     shutil.rmtree(downloads)
-    (dest / ".git/info/exclude").write_text("\n".join(UNTRACKED) + "\n")
-    # Listed by git with only our exclude file, so a .gitignore inside a wheel hides nothing.
-    files = git(dest, "ls-files", "-z", "--others", f"--exclude-from={dest / '.git/info/exclude'}")
-    git(dest, "update-index", "--add", "-z", "--stdin", stdin=files.encode(errors="surrogateescape"))
-    message = f"{framework.dist} {framework.version} from PyPI\n"
-    base = git(dest, "commit-tree", git(dest, "write-tree"), stdin=message.encode())
-    git(dest, "update-ref", "HEAD", base)
+    base = commit_files(dest, f"{framework.dist} {framework.version} from PyPI\n")
     pin = {"source": "pypi", "from": framework.dist, "base": base, "arch": machine()}
     return pin | {"version": framework.version, "sha256": sha256}
+
+
+def from_archive(dest: Path, framework: Framework, archive: Path) -> dict[str, str]:
+    """Unpack a .tar.gz that holds the tag's files in one directory, and commit them."""
+    unpacked = dest.with_name(f"{dest.name}-archive")
+    try:
+        with tarfile.open(archive) as files:
+            files.extractall(unpacked, filter="data")
+        (top,) = unpacked.iterdir()
+        if not (top / framework.package).is_dir():
+            raise ToolError(f"it has no {top.name}/{framework.package}")
+        init_repository(dest)
+        shutil.copytree(top, dest, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git"))
+    except (OSError, ValueError, tarfile.TarError) as error:
+        raise ToolError(f"{archive} is not an archive of one directory: {error}") from None
+    finally:
+        shutil.rmtree(unpacked, ignore_errors=True)
+    base = commit_files(dest, f"{framework.name} {framework.tag} from an archive\n")
+    return {"source": "archive", "from": archive.name, "base": base}
+
+
+def commit_files(dest: Path, message: str) -> str:
+    """Commit the files of a new repository, except those for one architecture; returns the commit."""
+    (dest / ".git/info/exclude").write_text("\n".join(UNTRACKED) + "\n")
+    # Listed by git with only our exclude file, so a .gitignore among them hides nothing.
+    files = git(dest, "ls-files", "-z", "--others", f"--exclude-from={dest / '.git/info/exclude'}")
+    git(dest, "update-index", "--add", "-z", "--stdin", stdin=files.encode(errors="surrogateescape"))
+    base = git(dest, "commit-tree", git(dest, "write-tree"), stdin=message.encode())
+    git(dest, "update-ref", "HEAD", base)
+    return base
 
 
 def wanted(member: str, package: str) -> bool:
@@ -515,14 +544,22 @@ def wanted(member: str, package: str) -> bool:
 
 
 def build_tree(
-    dest: Path, project: Project, framework: Framework, source: str, seconds: float, pinned: bool = True
+    dest: Path,
+    project: Project,
+    framework: Framework,
+    source: str | Path,
+    seconds: float,
+    pinned: bool = True,
 ) -> str:
-    """Make a complete repository at `dest`, trying each source in turn; return what gave it and what did not.
+    """Make a complete repository at `dest`, trying each source in turn; return which worked and which failed.
 
-    With `pinned` a source without a commit or sha256 in the lock is not tried at all.
+    `source` is auto, git, pypi or an archive. With `pinned`, a source without a commit or sha256 in the lock
+    is not tried at all.
     """
     attempts, reasons = [], []
-    if source in ("auto", "git") and pinned and not framework.commit:
+    if isinstance(source, Path):
+        attempts.append((f"archive {source}", lambda: from_archive(dest, framework, source)))
+    elif source in ("auto", "git") and pinned and not framework.commit:
         reasons.append("git: frameworks.lock pins no commit")
     elif source in ("auto", "git"):
         urls = dict.fromkeys(filter(None, (framework.url, framework.mirror)))
@@ -548,7 +585,7 @@ def build_tree(
 
 
 def install(project: Project, name: str, built: Path) -> None:
-    """Put a complete tree in place; a kill between the renames leaves no tree, which downloading mends."""
+    """Put a complete tree in place; a kill between the renames leaves no tree, which downloading restores."""
     tree, old = project.tree(name), project.directory / f".old-{name}"
     if tree.exists():
         tree.rename(old)
@@ -556,12 +593,12 @@ def install(project: Project, name: str, built: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def download(project: Project, framework: Framework, source: str, seconds: float) -> str:
-    """Make frameworks/<name> hold the pin; return one line that says what happened."""
+def download(project: Project, framework: Framework, source: str | Path, seconds: float) -> str:
+    """Make frameworks/<name> hold the pinned base; return one line that says what happened."""
     tree = project.tree(framework.name)
     if tree.exists():
         require_repository(tree)
-        if holds_pin(tree, framework, source):
+        if holds_pin(tree, framework, "archive" if isinstance(source, Path) else source):
             pin = read_json(tree / ".git" / SOURCE_FILE)
             if git(tree, "rev-parse", f"{BASE_TAG}^{{commit}}") != pin["base"]:
                 raise ToolError(
@@ -579,8 +616,8 @@ def download(project: Project, framework: Framework, source: str, seconds: float
     return f"ready from {origin}"
 
 
-def download_all(project: Project, only: str | None, source: str, seconds: float) -> int:
-    """Download every framework; failures are collected so that one host does not stop the others."""
+def download_all(project: Project, only: str | None, source: str | Path, seconds: float) -> int:
+    """Download every framework; collect failures, so that one host does not stop the others."""
     failed = []
     with project.exclusive():
         for framework in project.select(only):
@@ -589,8 +626,10 @@ def download_all(project: Project, only: str | None, source: str, seconds: float
                 say(f"{label}: {download(project, framework, source, seconds)}")
             except ToolError as error:
                 if framework.optional and only is None:
-                    say(f"{label}: not reachable, going on without it: only Ascend runs need it "
-                        f"(reasons: ./download_frameworks_source_code.sh --only {framework.name})")
+                    say(
+                        f"{label}: not reachable, going on without it: only Ascend runs need it "
+                        f"(reasons: ./download_frameworks_source_code.sh --only {framework.name})"
+                    )
                 else:
                     failed.append(framework.name)
                     print(f"{label}: FAILED: {error}", file=sys.stderr, flush=True)
@@ -632,6 +671,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     fetch.add_argument("--only", metavar="NAME", help="one framework")
     fetch.add_argument(
+        "--archive",
+        type=Path,
+        metavar="FILE",
+        help="with --only: a .tar.gz of the tag's files instead; apply proves it by the tree hash",
+    )
+    fetch.add_argument(
         "--deadline", type=positive, default=300, metavar="SECONDS", help="per attempt (default 300)"
     )
     get = commands.add_parser("get", help="print one value of frameworks.lock")
@@ -642,7 +687,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         project = Project.load(args.root.resolve())
         if args.command == "download":
-            return download_all(project, args.only, args.source, args.deadline)
+            if args.archive and not args.only:
+                raise ToolError("--archive needs --only NAME: it holds one framework")
+            return download_all(project, args.only, args.archive or args.source, args.deadline)
         if args.command == "list":
             print("\n".join(project.frameworks))
         elif args.key not in project.tables.get(args.table, {}):
