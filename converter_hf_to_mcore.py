@@ -17,6 +17,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ascend_rl.settings.switch import CannotWork, switched_on
+
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -91,17 +93,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--mcore_path goes with --to hf or --verify_only")
     if not args.verify_only and not args.output_path:
         parser.error("--output_path is needed")
-    if os.environ.get("USE_ALLTOALL_OVERLAP", "0") not in ("", "0", "1"):
-        parser.error(f"USE_ALLTOALL_OVERLAP={os.environ['USE_ALLTOALL_OVERLAP']} is neither 0 nor 1")
+    if args.layout == "auto":
+        try:
+            args.layout = "grouped" if switched_on("USE_ALLTOALL_OVERLAP") else "default"
+        except CannotWork as error:
+            parser.error(str(error))
     if args.shard_gb <= 0:
         parser.error("--shard_gb must be positive")
     return args
-
-
-def layout(args: argparse.Namespace) -> str:
-    if args.layout != "auto":
-        return args.layout
-    return "grouped" if os.environ.get("USE_ALLTOALL_OVERLAP", "0") == "1" else "default"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,11 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rank != "0":
         print(f"rank {rank}: rank 0 converts, with {args.workers} workers", file=sys.stderr)
         return 0
-    from ascend_rl import converter  # after the ranks that do nothing left
+    from ascend_rl.weights import converter  # after the ranks that do nothing left
 
     try:
         options = converter.Options(
-            layout=layout(args),
+            layout=args.layout,
             ep_size=args.ep_size or 0,
             dtype=None if args.dtype == "auto" else args.dtype,
             workers=args.workers,
@@ -132,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             written = converter.to_mcore(args.hf_model_path, args.output_path, options)
             print(f"complete: {written} ({options.layout} layout)")
-    except converter.ConversionError as error:
+    except CannotWork as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

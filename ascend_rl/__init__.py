@@ -1,1 +1,13 @@
-"""The algorithms behind the patches: plain numbers, numpy arrays and torch tensors in, the same out."""
+"""The algorithms behind the patches, and the tools around a run.
+
+A house of twelve rooms on four floors: a room imports from lower floors only (tests/test_house.py). Nothing
+in it imports verl, vllm, vllm_ascend, megatron, mindspeed or roll: patches hand in the objects and functions
+of a framework that an algorithm needs.
+
+    floor 3   launch
+    floor 2   preflight
+    floor 1   loss  rollout  speculation  experts  weights  hdp  host  recipe  planning
+    floor 0   settings
+
+The modules beside the rooms are commands: ``python -m ascend_rl.tiny`` and so on.
+"""

@@ -1,4 +1,4 @@
-"""How a benchmark ends: its bars printed and kept with the data, and 1 for a bar that is missed."""
+"""How a benchmark ends: print its bars, store them with the data, and exit with 1 if one is missed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ sys.path.append(str(ROOT / "patches"))
 
 from bars import RESULTS, finish  # noqa: E402
 
-from ascend_rl import converter  # noqa: E402
+from ascend_rl.settings.model import Model  # noqa: E402
+from ascend_rl.weights import converter, qwen3  # noqa: E402
 
 CONFIG = dict(
     architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, num_attention_heads=32,
@@ -42,7 +43,7 @@ QUICK = CONFIG | dict(vocab_size=20000, num_experts=16)
 
 
 def synthesize(directory: Path, config: dict, layers: int) -> int:
-    """A Hugging Face directory of random bf16 weights, each tensor different; its bytes."""
+    """Make a Hugging Face directory of random bf16 weights, all tensors different; return its bytes."""
     directory.mkdir(parents=True)
     config = config | {"num_hidden_layers": layers}
     (directory / "config.json").write_text(json.dumps(config))
@@ -51,7 +52,7 @@ def synthesize(directory: Path, config: dict, layers: int) -> int:
     pool = (random.integers(0, 1 << 16, 1 << 24, np.uint16) & 0x80FF) | 0x3C00
     pool = np.concatenate([pool, pool])
     files: list[list[str]] = [[]]
-    shapes = converter.hf_tensors(converter.Model.from_config(config))
+    shapes = qwen3.hf_tensors(Model.from_config(config))
     for name in shapes:
         if sum(int(np.prod(shapes[n])) for n in files[-1]) * 2 > 4e9:
             files.append([])
@@ -124,7 +125,7 @@ def remove(*paths: Path) -> None:
 
 
 def killed_and_resumed(work: Path, hf: Path, out: Path, expected: Path) -> int:
-    """Chunks that were safe when kill -9 came; after a second run the result must equal ``expected``."""
+    """Chunks safely written before kill -9; after a second run the result must equal ``expected``."""
     process = subprocess.Popen([sys.executable, str(CONVERTER), "--quiet", "--workers", "1",
                                 "--hf_model_path", str(hf), "--output_path", str(out)])  # fmt: skip
     journal = out.with_name(out.name + ".partial.journal")
@@ -147,7 +148,7 @@ def killed_and_resumed(work: Path, hf: Path, out: Path, expected: Path) -> int:
 
 
 def same_tensors(one: Path, other: Path) -> int:
-    """Number of tensors, all of which must be equal in both, read by the safetensors library."""
+    """Number of tensors; all must be equal in both directories, as read by the safetensors library."""
     import torch
     from safetensors import safe_open
 

@@ -1,11 +1,12 @@
-"""DAPO's dynamic sampling against GSPO on the tiny task: held-out accuracy by samples trained and generated.
+"""DAPO's dynamic sampling against GSPO on the tiny task: held-out accuracy per trained and generated sample.
 
 Usage:    python bench/bench_dapo.py [--steps 40] [--runs DAPO GSPO]
-Example:  python bench/bench_dapo.py --runs outputs/dapo outputs/gspo      # of runs that are there already
+Example:  python bench/bench_dapo.py --runs outputs/dapo outputs/gspo      # existing runs
           python bench/bench_dapo.py                                       # about 6 minutes on 2 idle cores
 Both recipes start from the same weights, train on 64 responses a step with the same learning rates, and
 answer the same held-out prompts greedily every 10 steps. Bar: at the end, and on average over the run, DAPO
-is not more than 0.02 below GSPO by trained samples. One run each: a difference below 0.03 may be chance.
+is not more than 0.02 below GSPO at equal numbers of trained samples. One run each: a difference below 0.03
+may be chance.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path[:0] = [str(ROOT)]
 
 from bars import RESULTS, finish  # noqa: E402
 
-from ascend_rl.report import read_metrics  # noqa: E402
+from ascend_rl.recipe.report import read_metrics  # noqa: E402
 
 BATCH, SAMPLES = 16, 4
 RECIPES = {"DAPO": "train_dapo_qwen3_tiny_cpu.sh", "GSPO": "train_gspo_qwen3_tiny_cpu.sh"}
@@ -31,7 +32,7 @@ ACCURACY = "val-core/tiny/addition/acc/mean@1"
 
 
 def train(name: str, steps: int) -> Path:
-    """Run a recipe; returns where its metrics are."""
+    """Run a recipe and return the path of its metrics."""
     output = ROOT / f"outputs/bench_dapo_{name.lower()}"
     command = ["bash", "ray_start_npu.sh", f"internal/{RECIPES[name]}", "internal/cpu_env.sh"]
     variables = {"STEPS": str(steps), "OUTPUT_DIR": str(output), "PROGRESS": "1"}
@@ -40,7 +41,7 @@ def train(name: str, steps: int) -> Path:
 
 
 def curve(run: Path) -> dict:
-    """Held-out accuracy of a run, the samples trained and generated until then, and what filtering cost."""
+    """Held-out accuracy of a run, the samples trained and generated up to then, and the cost of filtering."""
     rows = read_metrics(run / "metrics.jsonl")
     training = [row for row in rows if "critic/rewards/mean" in row]
     batches = np.cumsum([0] + [row.get("dapo/num_gen_batches", 1) for row in training])

@@ -1,13 +1,13 @@
-"""Expert balance against the policies of vLLM and vllm-ascend, run in this process from the pinned trees.
+"""Expert balancing against the policies of vLLM and vllm-ascend, run in this process from the pinned trees.
 
 Usage:    python bench/bench_eplb.py [--quick] [--layers 94]
 Example:  python bench/bench_eplb.py            # about 10 minutes; --quick: 8 layers, one minute
 1. The published example: 8 experts on 8 devices with 2 slots.
-2. Balance and time: uniform, Zipf, few-hot and recorded loads, all ranks, and all redundancies that fill
-   the ranks evenly. Peers start from experts in order; a placement without some expert, or an exception, is
-   a failure. What a peer refuses is left out for it (DynamicEplb, V2: more than one redundant expert a rank).
-3. Drifting loads: each peer goes on from its own placement. At each step ours starts from the same placement
-   and stops as soon as no layer is worse than the peer's; what both copy is compared.
+2. Balance and time: uniform, Zipf, few-hot and recorded loads, all rank counts, all redundancies that fill
+   the ranks evenly. Peers start from experts in order; a placement that lacks an expert, or an exception, is
+   a failure. Cases a peer refuses are skipped for it (DynamicEplb, V2: over one redundant expert per rank).
+3. Drifting loads: each peer continues from its own placement. At each step ours starts from the same one and
+   stops as soon as no layer is worse than the peer's; the numbers of copies are compared.
 Loads are seeded. The recorded ones are counted in the tiny Qwen3-MoE of data/tiny_moe, on its own prompts.
 Time is CPU time of one thread. Compilation (numba keeps it on disk) is excluded for all.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import subprocess
 import sys
 import time
 import types
@@ -31,7 +32,7 @@ sys.path[:0] = [str(ROOT)]
 
 from bars import RESULTS, finish  # noqa: E402
 
-from ascend_rl.eplb import balance, copied, lower_bound, rank_loads, replica_counts  # noqa: E402
+from ascend_rl.experts.eplb import balance, copied, lower_bound, rank_loads, replica_counts  # noqa: E402
 
 EXPERTS = 128
 RANKS, REDUNDANT = (8, 32, 64, 128), (0, 16, 32, 64, 128)
@@ -42,7 +43,7 @@ Policy = Callable[[np.ndarray, np.ndarray], np.ndarray]  # load, current placeme
 
 
 def peers(layers: int) -> dict[str, Policy]:
-    """The policies as they are called by their own packages."""
+    """The policies, called as in their own packages."""
     frameworks = ROOT / "frameworks"
     sys.path.insert(0, str(frameworks / "vllm"))
     for package, path in (
@@ -81,7 +82,7 @@ def peers(layers: int) -> dict[str, Policy]:
 
 
 def in_order(layers: int, experts: int, ranks: int, slots: int) -> np.ndarray:
-    """Experts in order, then copies of the ones that follow."""
+    """Experts in order, then copies of the following ones."""
     first = np.arange(ranks) * experts // ranks
     return np.tile((first[:, None] + np.arange(slots)) % experts, (layers, 1, 1))
 
@@ -116,11 +117,13 @@ def recorded_loads(windows: int = 16) -> np.ndarray:
     """[windows * layers, experts] tokens of each expert of the tiny Qwen3-MoE on its prompts and answers."""
     from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
-    from ascend_rl.tiny import careful, encode, operand_pairs
+    from ascend_rl.recipe.tiny import careful, encode, operand_pairs
 
     path = ROOT / "data/tiny_moe/model"
     if not path.exists():
-        raise SystemExit(f"{path} is missing: python -m ascend_rl.tiny --out data/tiny_moe --moe")
+        print("training the tiny Qwen3-MoE for data/tiny_moe, one or two minutes, once", flush=True)
+        command = [sys.executable, "-m", "ascend_rl.tiny", "--out", str(path.parent), "--moe"]
+        subprocess.run(command, cwd=ROOT, check=True)
     tokenizer, model = AutoTokenizer.from_pretrained(path), Qwen3MoeForCausalLM.from_pretrained(path)
     pairs, counts = operand_pairs(0)[0], []
     for window in range(windows):
@@ -196,7 +199,7 @@ def balance_table(loads: dict[str, np.ndarray], others: dict[str, Policy]) -> li
 
 
 def moves_table(layers: int, steps: int, others: dict[str, Policy]) -> list[dict]:
-    """Copies of each peer on drifting loads, and ours from the same placements to the same balance."""
+    """Copies made by each peer on drifting loads, and by ours for the same balance from the same start."""
     loads, rows = drifting_loads(layers, steps), []
     for ranks, redundant in ((32, 32), (64, 64), (128, 128)):
         slots = (EXPERTS + redundant) // ranks

@@ -1,11 +1,11 @@
-"""Step makespans of hybrid data parallelism by the cost model: the planner, plain CP and other packers.
+"""Step makespans of hybrid data parallelism in the cost model: the planner, plain CP and other packers.
 
 Usage:    python bench/bench_hdp.py [--quick]
 Example:  python bench/bench_hdp.py            # about a minute; --quick takes fewer sequences
-1. Calibration: the greedy packer shows the published gains, and plain CP8 -> CP4 the published ratio. The
-   cost models are the frozen ones of ascend_rl/hdp.py; docs/hdp.md says how they were found.
-2. Four mixes of lengths, five ways to plan, against the lower bound.
-3. How far the results depend on what the published figures leave open.
+1. Calibration: the greedy packer reproduces the published gains, plain CP8 -> CP4 the published ratio. The
+   cost models are the fixed ones of ascend_rl/hdp/hdp.py; docs/hdp.md explains how they were derived.
+2. Four length mixes, five ways to plan, against the lower bound.
+3. How much the results depend on what the published figures leave open.
 4. The planner's time on one core.
 """
 
@@ -26,9 +26,9 @@ from numba import njit
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bars import RESULTS, Bar, finish  # noqa: E402
+from sim_rollout import draw_bimodal, draw_lengths  # noqa: E402
 
-from ascend_rl.hdp import DEEPSEEK_V3, QWEN3_235B, CostModel, plan  # noqa: E402
-from ascend_rl.rollout_sim import draw_bimodal, draw_lengths  # noqa: E402
+from ascend_rl.hdp.hdp import DEEPSEEK_V3, QWEN3_235B, CostModel, plan  # noqa: E402
 
 LONGEST = 2048 + 32768
 OVERLOAD = 2.0  # of the greedy packer
@@ -47,7 +47,7 @@ class Mix:
 
 
 def mixes(share: int) -> dict[str, Mix]:
-    """Sequences of one step; 1 / ``share`` of the published number."""
+    """Sequences of one step: 1 / ``share`` of the published number."""
     rng = np.random.default_rng(0)
     short = np.exp(math.log(1400) + 0.62 * rng.standard_normal(1024)).astype(np.int64) + 74
     batch = draw_lengths(512 // share, 16, seed=0)
@@ -63,7 +63,7 @@ def mixes(share: int) -> dict[str, Mix]:
 
 @njit(cache=True)
 def _first_fit(lengths, rings, ranks, cap, token, pair, ring_step, ring_token, micro_batch):
-    """Each sequence into the first micro-batch and the first aligned ranks that have room."""
+    """Put each sequence into the first micro-batch and the first aligned ranks that have room."""
     most = len(lengths) + 1
     tokens, seconds, has = np.zeros((most, ranks)), np.zeros((most, ranks)), np.zeros((most, ranks, 4))
     used = 0
@@ -90,7 +90,7 @@ def _first_fit(lengths, rings, ranks, cap, token, pair, ring_step, ring_token, m
 
 
 def greedy(mix: Mix) -> float:
-    """The published kind: the least power-of-two ring in which a sequence takes at most 1 / OVERLOAD of a
+    """The published kind: the smallest power-of-two ring in which a sequence takes at most 1 / OVERLOAD of a
     rank's cap (all ranks of the group at most), then first fit, longest first."""
     rings = 2 ** np.ceil(np.log2(np.maximum(1, np.ceil(mix.lengths * OVERLOAD / mix.cap))))
     order, m = np.argsort(-mix.lengths, kind="stable"), mix.model
@@ -100,7 +100,7 @@ def greedy(mix: Mix) -> float:
 
 
 def karmarkar_karp(work: list[float], parts: int) -> list[list[int]]:
-    """The largest differencing method: the two states whose sums differ most are joined crosswise."""
+    """The largest differencing method: combine the two states with the largest differences, crosswise."""
     heap: list = []
     for i, value in enumerate(work):  # a state: its non-empty parts, largest sum first
         heapq.heappush(heap, (-value, i, [(value, [i])]))

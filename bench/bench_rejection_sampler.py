@@ -1,10 +1,10 @@
-"""The rejection sampler against vllm-ascend 0.13's own: time of a call, and how often it keeps a token.
+"""The rejection sampler against vllm-ascend 0.13's own: time per call, and how often it keeps a token.
 
 Usage:    python bench/bench_rejection_sampler.py [--quick]
 Both run in torch on this CPU (vllm-ascend's path without Triton; its Triton kernels need an NPU), one thread,
 on the same inputs, alternating; medians. Qwen3's vocabulary. About a minute, most of it imports.
-Bars: no case more than 10% slower; and the first drafted token, of probability 0.5, is kept in half of the
-cases whatever follows it (vllm-ascend's verifies whole blocks from 3 drafted tokens on).
+Bars: no case more than 10% slower; and the first draft token, of probability 0.5, is kept in half of the
+cases regardless of what follows (vllm-ascend's sampler verifies whole blocks from 3 draft tokens on).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CASES = {  # requests, drafted tokens of each, temperature
 
 
 def measure(cases: dict, repeats: int) -> dict:
-    """A job on the NPU runner's process. By case: seconds of each call, of vllm-ascend's and of ours."""
+    """Runs in the NPU runner's process. By case: seconds of each call, vllm-ascend's and ours."""
     import time
     from types import SimpleNamespace
 
     import torch
 
-    from ascend_rl.rejection_sampler import vllm_rejection_sample
+    from ascend_rl.speculation.rejection_sampler import vllm_rejection_sample
     from vllm_ascend.sample.rejection_sampler import rejection_sample
 
     samplers = {"vllm-ascend": rejection_sample, "ours": vllm_rejection_sample}
@@ -52,8 +52,10 @@ def measure(cases: dict, repeats: int) -> dict:
             "target_probs": probs,
             "bonus_token_ids": torch.zeros(requests, 1, dtype=torch.int32),
             "sampling_metadata": SimpleNamespace(
-                all_greedy=temperature == 0, all_random=temperature == 1,
-                temperature=temperatures, generators={},
+                all_greedy=temperature == 0,
+                all_random=temperature == 1,
+                temperature=temperatures,
+                generators={},
             ),  # fmt: skip
         }
 

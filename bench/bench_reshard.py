@@ -2,11 +2,11 @@
 
 Usage:    python bench/bench_reshard.py [--quick] [--repeat 3]
 Example:  python bench/bench_reshard.py              # about a minute on 2 idle cores, 3 GB of memory
-1. By plan, no process started: Qwen3-235B-A22B, training TP4 PP4 EP32 -> rollout TP4 DP32 EP128, 128 ranks.
-2. Executed: 4 gloo processes, shapes between the tiny models and 30B-A3B, seeded. The all-gather makes the
+1. Planned only: Qwen3-235B-A22B, training TP4 PP4 EP32 -> rollout TP4 DP32 EP128, 128 ranks.
+2. Executed: 4 gloo processes, shapes between the tiny models and 30B-A3B, seeded. The all-gather issues the
    collectives of verl's per_tensor_generator: a broadcast over the pipeline group and a gather over the EP
-   group for every tensor. Bytes are counted at the collectives; both take turns on the same weights.
-What a rank owns and needs is worked out in sets by tests/test_reshard.py, not by the planner.
+   group for every tensor. Bytes are counted at the collectives; both alternate on the same weights.
+What a rank owns and needs is computed with sets by tests/test_reshard.py, not by the planner.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bars import finish  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from test_reshard import needed_sets, owned_sets  # noqa: E402
 
-from ascend_rl.reshard import PARTS, Plan, Rollout, Slice, Train, make_plan, reshard  # noqa: E402
+from ascend_rl.weights.reshard import PARTS, Plan, Rollout, Slice, Train, make_plan, reshard  # noqa: E402
 
 BF16_BYTES = 2
 HIDDEN, INTERMEDIATE, EXPERTS, LAYERS = 1024, 512, 16, 4
@@ -49,13 +49,13 @@ def qwen3_235b() -> tuple[Train, Rollout, int, int]:
 
 
 def minimum_slices(train: Train, rollout: Rollout, experts: int) -> list[int]:
-    """What each rank needs and does not own."""
+    """The slices each rank needs and does not own."""
     pairs = zip(needed_sets(train, rollout, experts), owned_sets(train, experts), strict=True)
     return [len(PARTS) * len(needed - owned) for needed, owned in pairs]
 
 
 def gathered_slices(train: Train, experts: int, rank: int) -> int:
-    """What verl 0.7.1's export brings to a rank: other stages' tensors by broadcast, other EP ranks' by
+    """The slices verl 0.7.1's export sends to a rank: other stages' tensors by broadcast, other EP ranks' by
     all-gather."""
     own, layers = len(train.stages[train.place(rank)[0]]), sum(map(len, train.stages))
     block = experts // train.ep
@@ -74,13 +74,13 @@ def planned_slices(plan: Plan) -> tuple[list[int], list[int], int]:
 
 
 def weight(layer: int, expert: int) -> torch.Tensor:
-    """gate_proj, up_proj, down_proj of one expert in a row, different for each expert."""
+    """gate_proj, up_proj, down_proj of one expert, concatenated, different for each expert."""
     generator = torch.Generator().manual_seed(layer * EXPERTS + expert)
     return torch.randn(len(PARTS), HIDDEN * INTERMEDIATE, generator=generator).bfloat16()
 
 
 def gather_all(train: Train, owned: dict, stage_group, ep_group, rank: int, traffic: list[int]):
-    """(slice, tensor) of every expert on every rank; adds the bytes that come to ``traffic``."""
+    """(slice, tensor) of every expert on every rank; adds the received bytes to ``traffic``."""
     stage, ep_rank = train.place(rank)
     block = EXPERTS // train.ep
     for source, layers in enumerate(train.stages):
@@ -220,9 +220,7 @@ def main() -> int:
         minimum = [count * slice_bytes for count in minimum_slices(train, rollout, EXPERTS)]
         formula = [gathered_slices(train, EXPERTS, rank) * slice_bytes for rank in range(4)]
         off = max(abs(r["received_bytes"] - least) for r, least in zip(results, minimum, strict=True))
-        share = max(r["buffer_bytes"] for r in results) / (
-            EXPERTS // rollout.ep * len(PARTS) * slice_bytes
-        )
+        share = max(r["buffer_bytes"] for r in results) / (EXPERTS // rollout.ep * len(PARTS) * slice_bytes)
         right = sum(r["right"] for r in results)
         seconds = {
             way: [max(r["seconds"][way][i] for r in results) for i in range(repeat)]

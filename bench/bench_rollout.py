@@ -2,12 +2,12 @@
 
 Usage:    python bench/bench_rollout.py [--quick] [--lengths FILE.jsonl]
 Example:  python bench/bench_rollout.py            # 1.5 to 3 minutes; --quick under one
-1. The model against the published tables: rows it was fitted to and rows it was not.
-2. Placement by what is known of the prompts.
+1. The model against the published tables: fitted rows and held-out rows.
+2. Placement, by how much is known about the prompts.
 3. All policies on five length models, on the same requests.
-4. Samples kept together: what that saves in prefill and costs in balance. Servers with their own clocks.
+4. Keeping samples together: what it saves in prefill and costs in balance. Servers with their own clocks.
 5. The planner's time.
-The constants are those of ascend_rl/rollout_sim.py; docs/rollout_rebalance.md says how they were fitted.
+The constants are those of bench/sim_rollout.py; docs/rollout_rebalance.md explains how they were fitted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bars import RESULTS, finish  # noqa: E402
-
-from ascend_rl.data_rebalance import place, predict  # noqa: E402
-from ascend_rl.rollout_rebalance import Request, Server, gear_of, plan  # noqa: E402
-from ascend_rl.rollout_sim import (  # noqa: E402
+from sim_rollout import (  # noqa: E402
     DEEPSEEK_V3,
     DONE,
     QWEN3_235B,
@@ -46,6 +43,9 @@ from ascend_rl.rollout_sim import (  # noqa: E402
     read_lengths,
     simulate,
 )
+
+from ascend_rl.rollout.data_rebalance import place, predict  # noqa: E402
+from ascend_rl.rollout.rollout_rebalance import Request, Server, gear_of, plan  # noqa: E402
 
 QWEN = Cluster(QWEN3_235B)
 DEEPSEEK = Cluster(DEEPSEEK_V3, ranks=128, gears=(4, 8, 16, 32, 64), max_num_seqs=64)
@@ -90,12 +90,12 @@ def earlier(batch: Batch) -> np.ndarray:
 
 
 def fewer_at_a_time(batch: Batch, cluster: Cluster) -> Cluster:
-    """max_num_seqs as the graph size with which the last epoch would have ended first, by simulation.
+    """max_num_seqs set to the graph size with which, by simulation, the last epoch would have ended first.
 
-    The odd ones of a prompt's earlier responses predict, the even ones are what comes: whoever looks at
-    lengths that were part of the prediction trusts it too much. With one earlier response all may run.
-    What waits, longest first, fills the places of what has ended: ranks stay level, and graphs full, without
-    moving anything that has begun.
+    The odd ones of a prompt's earlier responses predict and the even ones play the outcome: lengths that are
+    part of the prediction would make it look too good. With one earlier response all may run. Waiting
+    requests, longest first, fill the slots that become free: ranks stay level, and graphs full, without
+    moving running requests.
     """
     if min(map(len, batch.earlier)) < 2:
         return cluster
@@ -114,9 +114,9 @@ def fewer_at_a_time(batch: Batch, cluster: Cluster) -> Cluster:
 def gear_policy(simulation: Simulation) -> None:
     """The published two-phase policy: counts only, KV moves with the request.
 
-    Targets are the smallest graph that holds the mean. Ranks more than 80% full take nothing, others as many
-    as their mean request fits. Waiting requests go to the emptiest; while some are left nothing else moves.
-    Then donors' youngest requests go to the ranks with most room.
+    The target is the smallest graph that holds the mean. Ranks more than 80% full take nothing, others as
+    many requests of their mean size as fit. Waiting requests go to the emptiest rank; while any are left
+    nothing else moves. Then donors' youngest requests go to the ranks with most room.
     """
     ranks, gears = simulation.cluster.ranks, sorted(simulation.cluster.gears)
     limit, capacity = simulation.cluster.max_num_seqs, simulation.cluster.kv_capacity_tokens
@@ -155,11 +155,12 @@ def gear_policy(simulation: Simulation) -> None:
 
 
 class Ours:
-    """ascend_rl.rollout_rebalance on the state of the servers.
+    """ascend_rl.rollout.rollout_rebalance on the state of the servers.
 
     Attention follows the fullest rank's tokens, not the graph, so LEVELS are finer than the gears. Running
-    requests move once the time lost by not moving them has reached PATIENCE times what moving takes (the rent
-    or buy rule: not knowing how long an imbalance lasts, the loss stays within a small factor of the best).
+    requests move once the time lost by not moving them reaches PATIENCE times the cost of moving (the
+    rent-or-buy rule: without knowing how long an imbalance lasts, the loss stays within a small factor of the
+    best).
     """
 
     def __init__(self, carry_kv: bool):
@@ -208,14 +209,14 @@ class Ours:
         return PATIENCE * (cost.check_ms + tokens * each)
 
     def lightest(self, simulation: Simulation) -> float:
-        """Tokens of the smallest request of the fullest rank: no plan moves less."""
+        """Tokens of the smallest request on the fullest rank: no plan can move less."""
         active = simulation.active(int(simulation.n_running.argmax()))
         return float((simulation.batch.prompt + simulation.done)[active].min())
 
 
 def seer(batch: Batch) -> Callable[[Simulation], None]:
     """Seer-style (arXiv 2511.14617): one sample of each prompt first, then prompts with the longest finished
-    sample; in chunks of 8K tokens, after which a request goes, with its KV, to the server with fewest."""
+    sample; in chunks of 8K tokens, after which a request moves, with its KV, to the server with fewest."""
     first = np.zeros(len(batch.group), bool)
     first[np.unique(batch.group, return_index=True)[1]] = True
     sent_at = np.zeros(len(batch.group), np.int64)
@@ -256,9 +257,10 @@ def seer(batch: Batch) -> Callable[[Simulation], None]:
 
 
 class Siblings(Ours):
-    """Ours by replay; first it sorts each queue by the siblings that have ended in this step, longest first.
+    """Ours by replay; it first sorts each queue by the siblings that finished in this step, longest first.
 
-    Where none has ended, they take longer than the longest so far, by half where nothing else is known.
+    Where none has finished, they are assumed longer than the longest so far, by half if nothing else
+    is known.
     """
 
     def __init__(self, batch: Batch, predicted: np.ndarray | None):
@@ -362,7 +364,7 @@ def spread(values) -> float:
 
 
 def check_model(bars: list, data: dict) -> None:
-    """Fitted and held-back rows of the published tables."""
+    """Fitted and held-out rows of the published tables."""
     published = [  # prompts, placement, batch per DP, fitted, total s, first DP s
         (256, adjacent, 256, True, 4698, 1652),
         (256, interleaved, 256, True, 3483, 2618),
@@ -459,10 +461,8 @@ def check_model(bars: list, data: dict) -> None:
 
 
 def check_placement(bars: list, data: dict) -> None:
-    """Idle share by what is known, on the requests of the fitted rows."""
-    print(
-        f"\n2. Placement, 256 prompts x 16 on 32 ranks, no moves, {FIT_SEEDS} seeds: idle share, seconds"
-    )
+    """Idle share by how much is known, on the requests of the fitted rows."""
+    print(f"\n2. Placement, 256 prompts x 16 on 32 ranks, no moves, {FIT_SEEDS} seeds: idle share, seconds")
     batches = [draw_lengths(256, 16, seed) for seed in range(FIT_SEEDS)]
     rows = {name: [run(name, batch, QWEN) for batch in batches] for name in PLACEMENTS}
     for drift in (0.0, 0.3, 0.6):
@@ -485,7 +485,7 @@ def check_placement(bars: list, data: dict) -> None:
 
 
 def compare(make: dict[str, Callable[[int], Batch]], seeds: int, bars: list, data: dict) -> None:
-    """All policies on all length models; placements alone are quick and get 16 seeds at least."""
+    """All policies on all length models; pure placements are quick and get at least 16 seeds."""
     data["policies"] = {}
     worse, slower = {}, {}
     for model, draw in make.items():
@@ -575,10 +575,8 @@ def compare(make: dict[str, Callable[[int], Batch]], seeds: int, bars: list, dat
 
 
 def trade_offs(seeds: int, data: dict) -> None:
-    """Samples kept together; servers with their own clocks and queues."""
-    print(
-        "\n4. Samples of a prompt kept together (earlier lengths, no moves): prefilled tokens, seconds"
-    )
+    """Keeping samples together; servers with their own clocks and queues."""
+    print("\n4. Samples of a prompt kept together (earlier lengths, no moves): prefilled tokens, seconds")
     data["together"] = {}
     for prompt in (74, 2048):
         for together in (1, 2, 4, 8, 16):
@@ -644,7 +642,7 @@ def trade_offs(seeds: int, data: dict) -> None:
 
 
 def time_planner(bars: list, data: dict) -> None:
-    """128 ranks x 256 requests, where a graph can be dropped and where it cannot."""
+    """128 ranks x 256 requests, with and without a graph size to drop."""
     rng = np.random.default_rng(0)
     data["planner_ms"] = {}
     for name, counts in (("moves", rng.integers(150, 257, 128)), ("none", np.full(128, 256))):
@@ -672,7 +670,7 @@ def time_planner(bars: list, data: dict) -> None:
 
 
 def draw_figure(path: Path) -> None:
-    """Running requests of each rank over time, one panel a policy."""
+    """Running requests of each rank over time, one panel per policy."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -728,7 +726,7 @@ def main() -> int:
         "--lengths",
         type=Path,
         default=ROOT / "bench/lengths_gsm8k.jsonl",
-        help="recorded lengths for the fifth model; see ascend_rl.rollout_sim.read_lengths",
+        help="recorded lengths for the fifth model; see bench/sim_rollout.py.read_lengths",
     )
     args = parser.parse_args()
     seeds = 8 if args.quick else 16

@@ -1,10 +1,10 @@
-"""Model-free drafts on recorded text: how many tokens a step, and what a draft costs.
+"""Model-free drafts on recorded text: tokens per step, and the cost of a draft.
 
 Usage:    python bench/bench_sam.py [--quick] [--gsm8k DIRECTORY]
 Example:  python bench/bench_sam.py            # about 2 minutes; --quick under one
-1. Tokens a step: recorded text stands for the model. A step verifies a draft against what really follows,
-   keeps what is right and one token more. A server runs 16 requests; all draft, then all are verified.
-2. Cost of a step at contexts of 1k to 32k, and memory.
+1. Tokens per step: recorded text replaces the model. A step verifies a draft against the actual continuation
+   and keeps the matching tokens plus one more. A server runs 16 requests; all draft, then all are verified.
+2. Cost of a step at contexts of 1k to 32k, and memory use.
 Peers: suffix decoding of arctic-inference (built into .venv-peers at the first run), vLLM's n-gram proposer,
 and a suffix automaton of Python dicts. Texts: GSM8K questions with the solutions of four models, GSM8K in a
 row, the Python standard library, and rollouts of the tiny RL run (bench/rollouts_tiny.jsonl.gz).
@@ -42,7 +42,7 @@ Corpus = list[tuple[np.ndarray, list[np.ndarray]]]  # prompts with their outputs
 
 class Ours:
     def __init__(self, k: int, share: bool = True, free: bool = False):
-        from ascend_rl.sam import SamDrafter
+        from ascend_rl.speculation.sam import SamDrafter
 
         self.drafter = SamDrafter(k, share_groups=share, **({"worth": 0.0} if free else {}))
         self.propose, self.end = self.drafter.propose, self.drafter.end
@@ -52,7 +52,7 @@ class Ours:
 
 
 class Arctic:
-    """As vLLM's SuffixDecodingProposer calls it; ``free``: drafts as long as possible, deeper trees."""
+    """As vLLM's SuffixDecodingProposer calls it; ``free``: the longest possible drafts, deeper trees."""
 
     def __init__(self, k: int, share: bool = True, free: bool = False):
         from arctic_inference.suffix_decoding import SuffixDecodingCache
@@ -103,7 +103,7 @@ class NGram:
 
 
 class DictAutomaton:
-    """The textbook suffix automaton, a dict a state, one a request; drafts the latest continuation."""
+    """The textbook suffix automaton, a dict per state, one per request; drafts the latest continuation."""
 
     def __init__(self, k: int):
         self.k, self.requests = k, {}
@@ -159,7 +159,7 @@ class DictAutomaton:
 
 
 def decode(corpus: Corpus, drafter) -> tuple[float, float]:
-    """Tokens and drafted tokens a step, mean over all requests of a server that takes them in order."""
+    """Tokens and draft tokens per step, averaged over all requests of a server that takes them in order."""
     queue = [
         (f"{i}/{j}", np.concatenate([prompt, output]).astype(np.int32), len(prompt))
         for i, (prompt, outputs) in enumerate(corpus)
@@ -187,7 +187,7 @@ def decode(corpus: Corpus, drafter) -> tuple[float, float]:
 def step_times(make, text: np.ndarray, runs: int) -> dict:
     """Times in us of steps that add one token to ``text`` and draft, and of their parts at its end.
 
-    All runs do the same. The least time of a call is its own, what is above it is the machine's.
+    All runs do the same work. The minimum is the call's own time; anything above it is machine noise.
     """
     times = np.empty((runs, len(text) - START))
     drafts, updates, clock = [], [], time.perf_counter_ns
@@ -227,7 +227,7 @@ def step_times(make, text: np.ndarray, runs: int) -> dict:
 
 
 def stalls(seconds: float) -> tuple[float, float]:
-    """99.9th percentile and worst of the time between two readings of the clock that do nothing, in us."""
+    """99.9th percentile and maximum of the time between two consecutive clock readings, in us."""
     clock, gaps, last = time.perf_counter_ns, [], time.perf_counter_ns()
     end = last + int(seconds * 1e9)
     while last < end:
@@ -276,7 +276,7 @@ def read_corpora(gsm8k: Path, quick: bool) -> dict[str, Corpus]:
 
 
 def read_rollouts(path: Path, steps: int) -> Corpus:
-    """Prompts with their samples; tokens are characters, <think> and </think>, and an end."""
+    """Prompts with their samples; tokens are characters, <think>, </think> and an end token."""
     numbers: dict[str, int] = {"": 0}
     corpus: Corpus = []
 
@@ -343,7 +343,7 @@ def peer(what: str, path: str) -> None:
 
 
 def timed_texts(corpora: dict[str, Corpus]) -> dict[str, np.ndarray]:
-    """Real text, text that never repeats, and the worst for an automaton: a long loop that ends."""
+    """Real text, text that never repeats, and an automaton's worst case: a long loop that ends."""
     length = 32_768
     rng = np.random.default_rng(0)
     texts = {}

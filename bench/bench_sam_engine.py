@@ -3,12 +3,12 @@
 Usage:    python bench/bench_sam_engine.py [--quick]
 Example:  python bench/bench_sam_engine.py          # about 5 minutes on 2 idle cores
 Repetitive text: a 2-layer Qwen3 learns 8 pieces of Python's standard library by heart and writes each one
-8 times (--quick: 3) at temperature 0.7. The samples of a prompt come one after another, as where more
-requests wait than run: those that run at the same time have nothing to tell each other.
-Text that does not repeat: random weights of a larger model, whose step takes some 20 ms, at a high
-temperature, with a large vocabulary, and with 12 tokens, where short matches are everywhere and mean nothing.
-The engines take turns in one process; each round starts with an empty automaton. Seconds are CPU seconds of
-the process, which runs on one thread: what else the machine does matters less. The best round counts.
+8 times (--quick: 3) at temperature 0.7. The samples of a prompt run one after another, as when more requests
+wait than run: samples that run at the same time cannot help each other.
+Non-repetitive text: random weights of a larger model, whose step takes some 20 ms, at a high temperature,
+with a large vocabulary, and with 12 tokens, where short matches are everywhere and mean nothing.
+The engines alternate in one process; each round starts with an empty automaton. Seconds are CPU seconds of
+the process, which runs on one thread, so that other load matters less. The best round counts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SOURCES = ("argparse", "json.decoder", "heapq", "textwrap")
 
 
 def corpus() -> tuple[list[list[int]], int]:
-    """Pieces of code in words, spaces and signs: token ids of each, and how many different ones there are."""
+    """Pieces of code split into words, spaces and symbols: the token ids of each, and the vocabulary size."""
     import importlib
 
     ids: dict[str, int] = {}
@@ -59,15 +59,19 @@ def corpus() -> tuple[list[list[int]], int]:
 
 
 def make_model(path: Path, vocabulary: int, pieces: list[list[int]] = ()) -> float:
-    """A tiny Qwen3 with ``pieces`` learnt by heart, or a larger random one. Returns the training loss."""
+    """Make a tiny Qwen3 that knows ``pieces`` by heart, or a larger random one. Returns the training loss."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=vocabulary, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None,
-            eos_token_id=0, **(TINY if pieces else SMALL),
+            vocab_size=vocabulary,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=0,
+            **(TINY if pieces else SMALL),
         )  # fmt: skip
     )
     loss = torch.tensor(0.0)
@@ -95,7 +99,7 @@ def make_engine(path: Path, speculative_config: dict | None):
 
 def run(engine, prompts: list[list[int]], **sampling) -> dict:
     """Tokens, seconds and counts of one round that starts with an empty automaton and prefix cache."""
-    from ascend_rl.sam_decoding import SamProposer
+    from ascend_rl.speculation.sam_decoding import SamProposer
     from vllm import SamplingParams
 
     runner = engine.core.model_executor.driver_worker.worker.model_runner
@@ -112,7 +116,7 @@ def run(engine, prompts: list[list[int]], **sampling) -> dict:
 
 
 def compare(path: Path, prompts: list[list[int]], rounds: int, **sampling) -> dict[str, dict]:
-    """The best of ``rounds`` of each method, on the same requests in this order, by turns."""
+    """The best of ``rounds`` alternating rounds of each method, on the same requests in the same order."""
     engines = {name: make_engine(path, config) for name, config in METHODS.items()}
     for engine in engines.values():
         run(engine, prompts[:2], **sampling | {"max_tokens": 40})  # compiles
@@ -127,7 +131,7 @@ def compare(path: Path, prompts: list[list[int]], rounds: int, **sampling) -> di
 
 
 def show(text: str, methods: dict[str, dict]) -> None:
-    """Adds the speeds, in tokens a second, and prints what one text brought."""
+    """Add the speeds, in tokens per second, and print the results for one text."""
     for name, r in methods.items():
         r["speed"] = r["tokens"] / r["cpu_s"]
         r["wall_speed"] = r["tokens"] / r["wall_s"]
@@ -185,7 +189,7 @@ def main() -> int:
 
 
 def cpu_environment() -> None:
-    """The variables of internal/cpu_env.sh, and the engine in this process; before vllm is imported."""
+    """Set the variables of internal/cpu_env.sh, engine in this process; call before importing vllm."""
     printed = subprocess.run(
         ["bash", "-c", f". {ROOT}/internal/cpu_env.sh && env -0"], check=True, capture_output=True, text=True
     ).stdout

@@ -3,7 +3,7 @@
 Usage: python bench/verl_converter_on_cpu.py SCRIPT --hf_model_path ... --output_path ...
 --use_cpu_initialization
 
-The stand-ins of tests/stubs replace the device only; the script, verl and megatron-core are the real ones.
+The stubs of tests/stubs replace only the device; the script, verl and megatron-core are the real ones.
 """
 
 import runpy

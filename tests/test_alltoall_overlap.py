@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks
 
-from ascend_rl import alltoall_overlap
+from ascend_rl.weights import alltoall_overlap
 
 PREFIX = "decoder.layers.7.mlp.experts"
 
@@ -147,3 +148,22 @@ def test_without_the_switch_a_grouped_model_is_refused(model, monkeypatch):
     with pytest.raises(ValueError, match=r"4 tensors, such as layers.0.mlp.experts.weight1.*OVERLAP=1"):
         alltoall_overlap.grouped_weights(model)
     assert alltoall_overlap.grouped_weights(model["router"]) == {}
+
+
+def gather_in(rank: int) -> list[list[float]]:
+    group = torch.distributed.group.WORLD
+    return [tensor.tolist() for tensor in alltoall_overlap._gathered(torch.full((2,), float(rank)), group)]
+
+
+def test_ranks_gather_in_their_order():
+    """Above, ranks are threads; here they are processes, and nothing is replaced."""
+    assert run_ranks(2, gather_in) == [[[0.0, 0.0], [1.0, 1.0]]] * 2
+
+
+def test_mbridge_is_refused_under_the_switch_only(monkeypatch):
+    monkeypatch.setenv("USE_ALLTOALL_OVERLAP", "1")
+    alltoall_overlap.refuse_mbridge(False)
+    with pytest.raises(ValueError, match="USE_ALLTOALL_OVERLAP=1 .*\n.*set megatron.use_mbridge=False"):
+        alltoall_overlap.refuse_mbridge(True)
+    monkeypatch.setenv("USE_ALLTOALL_OVERLAP", "0")
+    alltoall_overlap.refuse_mbridge(True)

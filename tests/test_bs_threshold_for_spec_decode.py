@@ -1,10 +1,16 @@
-"""When speculation is on: the gate, where its threshold comes from, and the rule for a good one."""
+"""When speculation is on: the gate, the source of its threshold, and the rule for a good one."""
 
 from __future__ import annotations
 
 import pytest
 
-from ascend_rl.bs_threshold_for_spec_decode import VARIABLE, draft_gate, main, step_time, threshold
+from ascend_rl.speculation.bs_threshold_for_spec_decode import (
+    VARIABLE,
+    draft_gate,
+    main,
+    step_time,
+    threshold,
+)
 
 MATMUL_US = {4: 15, 32: 19, 128: 23, 256: 32}  # one MatMul of a decode step on an NPU, published
 
@@ -31,7 +37,7 @@ def test_the_environment_comes_first(monkeypatch):
 
 
 @pytest.mark.parametrize("method, value, message", [
-    ("sam", "0", "size from 1"), ("sam", "-3", "size from 1"), ("sam", "many", "size from 1"),
+    ("sam", "0", "size of 1 or more"), ("sam", "-3", "size of 1 or more"), ("sam", "many", "is 'many'"),
     ("suffix", "8", "use ngram or sam"), ("eagle", "8", "would miss the tokens"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(method, value, message, monkeypatch):
@@ -58,3 +64,19 @@ def test_drafts_pay_up_to_the_threshold_only(draft_tokens, emitted):
 def test_the_documented_value(capsys):
     main(["4:15", "32:19", "128:23", "256:32", "--draft-tokens", "7", "--emitted", "1.7"])
     assert capsys.readouterr().out == f"{VARIABLE}=32\n"
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["4:15", "--draft-tokens", "7", "--emitted", "2"], "give at least two sizes"),
+    (["4:15", "8:16", "--emitted", "2"], "required: --draft-tokens"),
+    (["4:15", "8:16", "--draft-tokens", "7"], "required: --emitted"),
+])  # fmt: skip
+def test_the_command_says_what_is_missing(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_two_sizes_are_enough(capsys):
+    main(["1:10", "2:10", "--draft-tokens", "1", "--emitted", "1.5"])
+    assert capsys.readouterr().out == f"{VARIABLE}=2\n"

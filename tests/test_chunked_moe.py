@@ -1,4 +1,4 @@
-"""Chunks of tokens of an MoE layer: the same results, and equally many chunks on all ranks."""
+"""An MoE layer in chunks of tokens: the same results, and the same number of chunks on all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ascend_rl.chunked_moe import SWITCH, in_chunks
+from ascend_rl.experts.chunked_moe import SWITCH, in_chunks
 
 WEIGHTS = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0))
 

@@ -1,21 +1,16 @@
-"""The converter against brute force, against torch.save, against real megatron-core models, and against
-kills.
-"""
+"""The converter against brute force, torch.save and real megatron-core models, and when it is killed."""
 
 from __future__ import annotations
 
 import collections
 import hashlib
-import io
 import json
 import multiprocessing
 import os
-import pickle
 import re
 import signal
 import subprocess
 import sys
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +23,10 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
-from ascend_rl import converter, torch_dist
-from ascend_rl.converter import ConversionError, Model, Options
+from ascend_rl.settings.model import Model
+from ascend_rl.settings.switch import CannotWork
+from ascend_rl.weights import converter, qwen3, torch_dist, workers
+from ascend_rl.weights.converter import Options
 
 DTYPES = {name: getattr(torch, name) for name in torch_dist.ITEMSIZE}
 TINY = {
@@ -71,7 +68,7 @@ def make_model(
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_text("{}")
     generator = torch.Generator().manual_seed(seed)
-    shapes = converter.hf_tensors(Model.from_config(config))
+    shapes = qwen3.hf_tensors(Model.from_config(config))
     weights = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     if files == 1:
         save_file(weights, directory / "model.safetensors", {"format": "pt"})
@@ -161,75 +158,6 @@ def hashes(directory: Path) -> dict[str, str]:
 QUIET = Options(workers=2, quiet=True)
 
 
-# ------------------------------------------------------------------------------------------------ the format
-
-
-@given(
-    st.sampled_from(list(DTYPES.values())),
-    st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    st.integers(0, 200),
-)
-@settings(max_examples=60, deadline=None)
-def test_an_archive_is_what_torch_save_means(dtype, shape, before):
-    values = torch.randn(shape).to(dtype)
-    raw = values.view(torch.uint8).numpy().tobytes()
-    archive = torch_dist.Archive(str(dtype)[6:], tuple(shape))
-    import zlib
-
-    head, tail = archive.frame(zlib.crc32(raw))
-    content = head + raw + tail
-    assert len(content) == archive.length and len(head) == archive.values_offset and len(head) % 64 == 0
-    loaded = torch.load(io.BytesIO(content), weights_only=True)
-    assert loaded.dtype == dtype and torch.equal(loaded, values)
-    saved = io.BytesIO()
-    torch.save(values, saved)
-    with zipfile.ZipFile(io.BytesIO(content)) as ours, zipfile.ZipFile(saved) as theirs:
-        assert ours.testzip() is None
-        assert ours.read("archive/data.pkl") == theirs.read("archive/data.pkl")
-        assert ours.read("archive/data/0") == theirs.read("archive/data/0")
-
-
-def test_the_metadata_is_what_torch_itself_would_pickle():
-    from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    place, other = torch_dist.Place("__0_0.distcp", 64, 2**33), torch_dist.Place("__0_1.distcp", 0, 9)
-    chunks = [("a", (0, 0), (1, 3), place), ("a", (1, 0), (1, 3), other), ("b", (0,), (300,), other)]
-    tensors = {"a": ("bfloat16", (2, 3)), "b": ("float32", (300,))}
-    found = pickle.loads(torch_dist.metadata(tensors, chunks, [("a._extra_state/shard_0_1", other)]))
-    assert found.mcore_data == {"a": {}, "b": {}}
-    expected = dcp.Metadata(
-        {
-            "a": dcp.TensorStorageMetadata(
-                dcp.TensorProperties(torch.bfloat16),
-                torch.Size([2, 3]),
-                [dcp.ChunkStorageMetadata(torch.Size([i, 0]), torch.Size([1, 3])) for i in range(2)],
-            ),
-            "b": dcp.TensorStorageMetadata(
-                dcp.TensorProperties(torch.float32),
-                torch.Size([300]),
-                [dcp.ChunkStorageMetadata(torch.Size([0]), torch.Size([300]))],
-            ),
-            "a._extra_state/shard_0_1": dcp.BytesStorageMetadata(),
-        },
-        planner_data={},
-        storage_data={
-            dcp.MetadataIndex("a", [0, 0]): _StorageInfo("__0_0.distcp", 64, 2**33),
-            dcp.MetadataIndex("a", [1, 0]): _StorageInfo("__0_1.distcp", 0, 9),
-            dcp.MetadataIndex("b", [0]): _StorageInfo("__0_1.distcp", 0, 9),
-            dcp.MetadataIndex("a._extra_state/shard_0_1"): _StorageInfo("__0_1.distcp", 0, 9),
-        },
-    )
-    assert found == expected
-    assert isinstance(found.state_dict_metadata["a"].size, torch.Size)
-    again = pickle.loads(pickle.dumps(expected))  # the same attributes in each object, not just equal ones
-    for mine, theirs in zip(found.storage_data.items(), again.storage_data.items(), strict=True):
-        assert [vars(part) for part in mine] == [
-            vars(part) | {"index": vars(part_mine).get("index")} if "fqn" in vars(part) else vars(part)
-            for part, part_mine in zip(theirs, mine, strict=True)
-        ]
-
-
 def test_to_mcore_needs_no_torch(root, hf, tmp_path):
     """Seconds and 600 MB less; and a login node without torch can convert."""
     blocker = tmp_path / "blocker/torch.py"
@@ -239,18 +167,6 @@ def test_to_mcore_needs_no_torch(root, hf, tmp_path):
     result = command(root, "--hf_model_path", hf, "--output_path", tmp_path / "mcore", PYTHONPATH=path)
     assert result.returncode == 0, result.stderr
     assert equal(load_with_torch(tmp_path / "mcore"), reference(weights_of(hf), TINY["qwen3_moe"]))
-
-
-def test_a_wrong_checksum_is_visible():
-    archive = torch_dist.Archive("float32", (4,))
-    head, tail = archive.frame(1)
-    with zipfile.ZipFile(io.BytesIO(head + bytes(16) + tail)) as content:
-        assert content.testzip() == "archive/data/0"
-
-
-def test_the_metadata_unpickler_builds_tensors_only():
-    with pytest.raises(pickle.UnpicklingError, match="unexpected"):
-        torch_dist._TensorUnpickler(io.BytesIO(pickle.dumps(os.system))).load()
 
 
 # ------------------------------------------------------------------------------------------------ mapping
@@ -302,7 +218,6 @@ def test_both_directions_equal_brute_force(
     with monkeypatch.context() as patch:
         patch.setattr(converter, "BLOCK_BYTES", block)
         patch.setattr(converter, "CHUNK_BYTES", limit)
-        patch.setattr(converter.chunks_of, "__defaults__", (limit,))
         patch.setattr(converter, "FILE_BYTES", 20 * limit)
         converter.to_mcore(tmp / "hf", tmp / "mcore", options)
         assert equal(load_with_torch(tmp / "mcore"), reference(weights, config))
@@ -327,70 +242,26 @@ def test_hugging_face_loads_what_comes_back(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("config", "billions"),
-    [
-        (
-            dict(
-                model_type="qwen3",
-                num_hidden_layers=64,
-                hidden_size=5120,
-                num_attention_heads=64,
-                num_key_value_heads=8,
-                head_dim=128,
-                vocab_size=151936,
-                intermediate_size=25600,
-            ),
-            32.76,
-        ),
-        (
-            dict(
-                model_type="qwen3_moe",
-                num_hidden_layers=48,
-                hidden_size=2048,
-                num_attention_heads=32,
-                num_key_value_heads=4,
-                head_dim=128,
-                vocab_size=151936,
-                moe_intermediate_size=768,
-                num_experts=128,
-            ),
-            30.53,
-        ),
-        (
-            dict(
-                model_type="qwen3_moe",
-                num_hidden_layers=94,
-                hidden_size=4096,
-                num_attention_heads=64,
-                num_key_value_heads=4,
-                head_dim=128,
-                vocab_size=151936,
-                moe_intermediate_size=1536,
-                num_experts=128,
-            ),
-            235.09,
-        ),
-    ],
-    ids=["32B", "30B-A3B", "235B-A22B"],
+    ("name", "billions"), [("qwen3-32b", 32.76), ("qwen3-30b-a3b", 30.53), ("qwen3-235b-a22b", 235.09)]
 )
-def test_the_plan_of_the_recipes_models_covers_every_row_once(config, billions):
+def test_the_plan_of_the_recipes_models_covers_every_row_once(name, billions):
     """Parameters as published; every row of every tensor in exactly one place; chunks tile their tensors."""
-    model = Model.from_config(config)
-    shapes = converter.hf_tensors(model)
+    model = Model.named(name)
+    shapes = qwen3.hf_tensors(model)
     assert sum(int(np.prod(shape)) for shape in shapes.values()) / 1e9 == pytest.approx(billions, abs=0.005)
     together = converter.experts_per_chunk(model, Options(layout="grouped"))
     assert together == (4 if model.experts else 1)
     pieces = collections.defaultdict(list)
-    for matrix in converter.mcore_tensors(model):
-        chunks = list(converter.chunks_of(matrix, 2, together))
+    for matrix in qwen3.mcore_tensors(model):
+        chunks = list(qwen3.chunks_of(matrix, 2, together, converter.CHUNK_BYTES))
         assert sum(int(np.prod(chunk.sizes)) for chunk in chunks) == int(np.prod(matrix.size))
         assert len({chunk.offsets for chunk in chunks}) == len(chunks)
         for chunk in chunks:
             assert int(np.prod(chunk.sizes)) * 2 <= converter.CHUNK_BYTES
-            assert sum(p.rows for p in chunk.pieces) * int(np.prod(matrix.shape[1:])) == int(
+            assert sum(p.rows for p in chunk.stack) * int(np.prod(matrix.shape[1:])) == int(
                 np.prod(chunk.sizes)
             )
-            for piece in chunk.pieces:
+            for piece in chunk.stack:
                 pieces[piece.name].append((piece.row, piece.rows))
     assert pieces.keys() == shapes.keys()
     for name, parts in pieces.items():
@@ -403,8 +274,8 @@ def test_the_plan_of_the_recipes_models_covers_every_row_once(config, billions):
 
 def test_workers_change_no_byte(tmp_path):
     make_model(tmp_path / "hf", TINY["qwen3_moe"])
-    for workers in (1, 7):
-        converter.to_mcore(tmp_path / "hf", tmp_path / f"mcore{workers}", replace(QUIET, workers=workers))
+    for count in (1, 7):
+        converter.to_mcore(tmp_path / "hf", tmp_path / f"mcore{count}", replace(QUIET, workers=count))
     assert hashes(tmp_path / "mcore1") == hashes(tmp_path / "mcore7")
 
 
@@ -432,10 +303,18 @@ def test_a_tied_model_may_store_its_output_layer(tmp_path):
     save_file(weights, tmp_path / "hf/model.safetensors")
     converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", QUIET)
     assert "output_layer.weight" not in load_with_torch(tmp_path / "mcore")
-    weights["lm_head.weight"][5, 5] += 1
+
+
+@pytest.mark.parametrize("row", [0, 999, 1000, 1024, 2499])
+def test_a_stored_output_layer_that_is_not_the_embedding_is_refused(tmp_path, monkeypatch, row):
+    """Whichever row differs; rows are compared in three blocks."""
+    weights = make_model(tmp_path / "hf", TINY["qwen3"] | {"vocab_size": 2500}, files=1)
+    monkeypatch.setattr(converter, "BLOCK_BYTES", 1000 * 2 * TINY["qwen3"]["hidden_size"])
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["lm_head.weight"][row, -1] += 1
     save_file(weights, tmp_path / "hf/model.safetensors")
-    with pytest.raises(ConversionError, match="lm_head.weight differs"):
-        converter.to_mcore(tmp_path / "hf", tmp_path / "mcore2", QUIET)
+    with pytest.raises(CannotWork, match="lm_head.weight differs"):
+        converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", QUIET)
 
 
 # -------------------------------------------------------------------------------- megatron-core
@@ -499,7 +378,7 @@ def megatron(tmp_path_factory):
     for kind, stored in {(kind, stored) for kind, _, _, stored in LAYOUTS}:
         options = replace(QUIET, layout=stored, ep_size=2 if stored == "grouped" else 0)
         converter.to_mcore(directory / kind, directory / f"{stored}-{kind}", options)
-    return directory, weights, run_ranks(4, _save, str(directory), seconds=280)
+    return directory, weights, run_ranks(4, _save, str(directory))
 
 
 def _entries(directory) -> dict:
@@ -534,9 +413,7 @@ def test_real_models_load_it_at_any_layout(megatron, tmp_path, number):
     assert all(rank[number] < total for rank in held) or not layout
     saved = directory / f"saved{number}"
     assert equal(load_with_torch(saved), load_with_torch(directory / f"{stored}-{kind}"))
-    converter.to_hf(
-        saved, directory / kind, tmp_path / "back", replace(QUIET, verify=True)
-    )
+    converter.to_hf(saved, directory / kind, tmp_path / "back", replace(QUIET, verify=True))
     assert equal(weights_of(tmp_path / "back"), weights[kind])
 
 
@@ -545,7 +422,7 @@ def test_real_models_load_it_at_any_layout(megatron, tmp_path, number):
 
 def _converting(directory: Path, to: str, deadly_call: int) -> None:
     """Convert in this process, which kills itself at its n-th system call that changes the disk."""
-    converter.COMMIT_BYTES, converter.BLOCK_BYTES, converter.FILE_BYTES = 1, 4096, 40000
+    workers.COMMIT_BYTES, converter.BLOCK_BYTES, converter.FILE_BYTES = 8000, 4096, 40000
     calls = 0
     for name in (
         "pwrite",
@@ -580,7 +457,6 @@ def _converting(directory: Path, to: str, deadly_call: int) -> None:
         )
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("to", ["mcore", "hf"])
 def test_killed_at_any_moment_the_next_run_ends_with_the_same_hashes(tmp_path, to, monkeypatch):
     make_model(tmp_path / "hf", TINY["qwen3"] | {"num_hidden_layers": 2}, files=1)
@@ -618,7 +494,7 @@ def test_killed_at_any_moment_the_next_run_ends_with_the_same_hashes(tmp_path, t
 def test_what_the_journal_names_is_not_copied_again(tmp_path, monkeypatch):
     """Kill after the first commit; the second run reads only what is left."""
     make_model(tmp_path / "hf", TINY["qwen3"], files=1)
-    monkeypatch.setattr(converter, "COMMIT_BYTES", 1)
+    monkeypatch.setattr(workers, "COMMIT_BYTES", 1)
     read, rows = [], converter.Safetensors.rows
 
     def counted(self, name, *arguments):
@@ -628,7 +504,7 @@ def test_what_the_journal_names_is_not_copied_again(tmp_path, monkeypatch):
         return rows(self, name, *arguments)
 
     monkeypatch.setattr(converter.Safetensors, "rows", counted)
-    with pytest.raises(ConversionError, match="No space left.*run the same command again"):
+    with pytest.raises(CannotWork, match="No space left.*run the same command again"):
         converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", replace(QUIET, workers=1))
     assert not (tmp_path / "mcore").exists()
     first = read[:19]
@@ -675,7 +551,7 @@ DOWN = "model.layers.2.mlp.experts.3.down_proj.weight"
 )
 def test_wrong_tensors_are_named(hf, tmp_path, function, message):
     change(hf, function)
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(CannotWork, match=message):
         converter.to_mcore(hf, tmp_path / "mcore", QUIET)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
@@ -686,7 +562,7 @@ def test_wrong_tensors_are_named(hf, tmp_path, function, message):
         (dict(model_type="llama"), "model_type 'llama'"),
         (dict(attention_bias=True), "attention_bias=True"),
         (dict(mlp_only_layers=[1]), "mlp_only_layers"),
-        (dict(decoder_sparse_step=2), "decoder_sparse_step=2"),
+        (dict(decoder_sparse_step=2), "decoder_sparse_step"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
         (dict(num_experts=None), "num_experts must be a positive integer"),
         (dict(num_key_value_heads=3), "8 attention heads cannot share 3"),
@@ -694,7 +570,7 @@ def test_wrong_tensors_are_named(hf, tmp_path, function, message):
 )
 def test_models_that_are_not_supported_are_refused(hf, tmp_path, config, message):
     (hf / "config.json").write_text(json.dumps(TINY["qwen3_moe"] | config))
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(CannotWork, match=message):
         converter.to_mcore(hf, tmp_path / "mcore", QUIET)
 
 
@@ -702,19 +578,19 @@ def test_damaged_files_are_named(hf, tmp_path):
     content = (hf / "model.safetensors").read_bytes()
     for damage, message in (
         (content[:-1], "model.norm|cut off"),
-        (content[:100], "no safetensors file"),
-        (b"", "no safetensors file"),
+        (content[:100], "not a safetensors file"),
+        (b"", "not a safetensors file"),
     ):
         (hf / "model.safetensors").write_bytes(damage)
-        with pytest.raises(ConversionError, match=message):
+        with pytest.raises(CannotWork, match=message):
             converter.to_mcore(hf, tmp_path / "mcore", QUIET)
     (hf / "model.safetensors").unlink()
-    with pytest.raises(ConversionError, match="no \\*.safetensors file"):
+    with pytest.raises(CannotWork, match="no \\*.safetensors file"):
         converter.to_mcore(hf, tmp_path / "mcore", QUIET)
     (hf / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"lm_head.weight": "gone.safetensors"}})
     )
-    with pytest.raises(ConversionError, match="gone.safetensors: No such file"):
+    with pytest.raises(CannotWork, match="gone.safetensors: No such file"):
         converter.to_mcore(hf, tmp_path / "mcore", QUIET)
 
 
@@ -725,35 +601,33 @@ def test_an_index_that_lies_is_refused(tmp_path):
     content["weight_map"]["model.norm.weight"] = content["weight_map"]["model.embed_tokens.weight"]
     content["weight_map"]["model.layers.9.x"] = content["weight_map"]["model.embed_tokens.weight"]
     index.write_text(json.dumps(content))
-    with pytest.raises(ConversionError, match="promises"):
+    with pytest.raises(CannotWork, match="promises"):
         converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", QUIET)
 
 
 def test_nothing_is_overwritten(hf, tmp_path):
     (tmp_path / "mcore").mkdir()
     (tmp_path / "mcore/mine").write_text("mine")
-    with pytest.raises(ConversionError, match="exists and is not overwritten"):
+    with pytest.raises(CannotWork, match="exists and is not overwritten"):
         converter.to_mcore(hf, tmp_path / "mcore", QUIET)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore"]
     (tmp_path / "mcore/mine").unlink()
     converter.to_mcore(hf, tmp_path / "mcore", QUIET)  # an empty directory is as good as none
     before = hashes(tmp_path / "mcore")
-    with pytest.raises(ConversionError, match="exists and is not overwritten"):
+    with pytest.raises(CannotWork, match="exists and is not overwritten"):
         converter.to_mcore(hf, tmp_path / "mcore", QUIET)
     assert hashes(tmp_path / "mcore") == before
 
 
 def test_half_a_conversion_is_continued_with_the_same_input_only(hf, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        converter, "finish_mcore", lambda *_: (_ for _ in ()).throw(ConversionError("stopped"))
-    )
-    with pytest.raises(ConversionError, match="stopped"):
+    monkeypatch.setattr(converter, "finish_mcore", lambda *_: (_ for _ in ()).throw(CannotWork("stopped")))
+    with pytest.raises(CannotWork, match="stopped"):
         converter.to_mcore(hf, tmp_path / "mcore", QUIET)
     monkeypatch.undo()
-    with pytest.raises(ConversionError, match="half a conversion of other weights or with other options"):
+    with pytest.raises(CannotWork, match="half a conversion of other weights or with other options"):
         converter.to_mcore(hf, tmp_path / "mcore", replace(QUIET, dtype="float32"))
     os.utime(hf / "model.safetensors", (1, 1))
-    with pytest.raises(ConversionError, match="half a conversion of other weights"):
+    with pytest.raises(CannotWork, match="half a conversion of other weights"):
         converter.to_mcore(hf, tmp_path / "mcore", QUIET)
 
 
@@ -762,7 +636,7 @@ def test_two_conversions_to_one_place(hf, tmp_path):
 
     with open(tmp_path / "mcore.partial.journal", "w") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
-        with pytest.raises(ConversionError, match="another conversion is writing"):
+        with pytest.raises(CannotWork, match="another conversion is writing"):
             converter.to_mcore(hf, tmp_path / "mcore", QUIET)
     assert (tmp_path / "mcore.partial.journal").exists()
 
@@ -772,7 +646,7 @@ def test_a_full_disk_is_noticed_before_writing(hf, tmp_path, monkeypatch):
     monkeypatch.setattr(
         os, "statvfs", lambda path: os.statvfs_result([*real(path)[:3], 1, 1, *real(path)[5:]])
     )
-    with pytest.raises(ConversionError, match="GB are needed; nothing was written"):
+    with pytest.raises(CannotWork, match="GB are needed; nothing was written"):
         converter.to_mcore(hf, tmp_path / "mcore", QUIET)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
@@ -786,7 +660,7 @@ def test_verify_names_the_tensor_that_changed(hf, tmp_path):
     assert content.count(raw) == 1
     content[content.find(raw) + 40] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ConversionError, match=f"{re.escape(DOWN)} differs .* in row 1"):
+    with pytest.raises(CannotWork, match=f"{re.escape(DOWN)} differs .* in row 1"):
         converter.verify(hf, tmp_path / "mcore", QUIET)
 
 
@@ -797,7 +671,7 @@ def test_verify_comes_before_the_output_appears(hf, tmp_path, monkeypatch):
         "write_exactly",
         lambda fd, data, at: write(fd, bytes(len(data)) if len(data) == 1024 else data, at),
     )
-    with pytest.raises(ConversionError, match="differs from"):
+    with pytest.raises(CannotWork, match="differs from"):
         converter.to_mcore(hf, tmp_path / "mcore", replace(QUIET, verify=True))
     assert not (tmp_path / "mcore").exists()
 
@@ -808,16 +682,16 @@ def test_damaged_checkpoints_are_named(hf, tmp_path):
     content = file.read_bytes()
     for damage, message in ((content[:-2000], "damaged|too early"), (bytes(len(content)), "file is damaged")):
         file.write_bytes(damage)
-        with pytest.raises(ConversionError, match=message):
+        with pytest.raises(CannotWork, match=message):
             converter.to_hf(tmp_path / "mcore", hf, tmp_path / "back", QUIET)
         for path in (*(tmp_path / "back.partial").iterdir(), tmp_path / "back.partial.journal"):
             path.unlink()
         (tmp_path / "back.partial").rmdir()
     file.unlink()
-    with pytest.raises(ConversionError, match="__0_0.distcp: No such file"):
+    with pytest.raises(CannotWork, match="__0_0.distcp: No such file"):
         converter.to_hf(tmp_path / "mcore", hf, tmp_path / "back", QUIET)
     (tmp_path / "mcore/metadata.json").unlink()
-    with pytest.raises(ConversionError, match="no complete Megatron checkpoint"):
+    with pytest.raises(CannotWork, match="not a complete Megatron checkpoint"):
         converter.to_hf(tmp_path / "mcore", hf, tmp_path / "back2", QUIET)
 
 
@@ -827,7 +701,7 @@ def test_a_checkpoint_of_another_model_is_refused(hf, tmp_path):
         json.dumps(TINY["qwen3_moe"] | {"num_experts": 5, "tie_word_embeddings": True})
     )
     with pytest.raises(
-        ConversionError,
+        CannotWork,
         match=r"extra: output_layer.weight; .*router.weight \(4, 4, 32\) instead of \(4, 5, 32\)",
     ):
         converter.to_hf(tmp_path / "mcore", hf, tmp_path / "back", QUIET)
@@ -848,12 +722,12 @@ def test_float16_overflow_is_an_error(tmp_path):
     weights = make_model(tmp_path / "hf", TINY["qwen3"], torch.float32, files=1)
     weights["model.norm.weight"][3] = 1e6
     save_file(weights, tmp_path / "hf/model.safetensors")
-    with pytest.raises(ConversionError, match="model.norm.weight does not fit into float16"):
+    with pytest.raises(CannotWork, match="model.norm.weight does not fit into float16"):
         converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", replace(QUIET, dtype="float16"))
 
 
 def test_an_ep_size_that_does_not_divide_the_experts(hf, tmp_path):
-    with pytest.raises(ConversionError, match="--ep_size 3 does not divide the 4 experts"):
+    with pytest.raises(CannotWork, match="--ep_size 3 does not divide the 4 experts"):
         converter.to_mcore(hf, tmp_path / "mcore", replace(QUIET, layout="grouped", ep_size=3))
 
 
@@ -866,11 +740,10 @@ def command(root, *arguments, launcher=(), **environment):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
-@pytest.mark.timeout(120)
 def test_the_documented_torchrun_command(root, hf, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "16")
     result = command(
@@ -889,7 +762,6 @@ def test_the_documented_torchrun_command(root, hf, tmp_path):
     assert equal(load_with_torch(tmp_path / "mcore"), reference(weights_of(hf), TINY["qwen3_moe"]))
 
 
-@pytest.mark.timeout(180)
 def test_command_line_there_and_back(root, hf, tmp_path):
     there = command(
         root,
@@ -943,4 +815,4 @@ def test_an_unknown_switch_is_refused(root, hf, tmp_path):
     result = command(
         root, "--hf_model_path", hf, "--output_path", tmp_path / "mcore", USE_ALLTOALL_OVERLAP="yes"
     )
-    assert result.returncode == 2 and "neither 0 nor 1" in result.stderr
+    assert result.returncode == 2 and "USE_ALLTOALL_OVERLAP=yes: give 1 or 0" in result.stderr

@@ -1,4 +1,4 @@
-"""Plans of core binding on machines written as sysfs trees and texts of npu-smi; binding real processes."""
+"""Core binding plans on machines given as sysfs trees and npu-smi output; binding of real processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascend_rl import core_binding
-from ascend_rl.core_binding import CannotBind, Topology, format_cpus, parse_cpus, plan
+from ascend_rl.host import core_binding
+from ascend_rl.host.core_binding import Topology, format_cpus, parse_cpus, plan
+from ascend_rl.settings.switch import CannotWork
 
 TWO_NODES = Topology({0: [0], 1: [1]}, {0: 0, 1: 1}, "a test")  # as if the two cores were two NUMA nodes
 
@@ -72,7 +73,7 @@ def test_shares_are_disjoint_near_and_allowed(tmp_path_factory, machine, told_by
     try:
         found = core_binding.topology(npu_smi(len(devices)), topo, sysfs, allowed)
         shares = plan(found)
-    except CannotBind:
+    except CannotWork:
         usable = {node: allowed & set(cpus) for node, cpus in nodes.items()}
         crowded = any(
             devices.count(node) > len(cpus) - len(cpus) // core_binding.OTHERS
@@ -131,7 +132,7 @@ def test_an_a3_node_tells_nothing_and_goes_by_order(root, tmp_path):
     nodes = {node: range(80 * node, 80 * node + 80) for node in range(8)}
     topo = "\tPhy-ID0\tPhy-ID1\nPhy-ID0\tX\tSIO\n"
     found = core_binding.topology(info, topo, write_sysfs(tmp_path, nodes), set(range(640)))
-    assert found.devices == {die: die // 2 for die in range(16)} and "nobody says" in found.source
+    assert found.devices == {die: die // 2 for die in range(16)} and "a guess" in found.source
 
 
 @pytest.mark.parametrize(
@@ -139,11 +140,11 @@ def test_an_a3_node_tells_nothing_and_goes_by_order(root, tmp_path):
     [
         ({0: range(8)}, npu_smi(2), "one NUMA node"),
         ({0: range(4), 1: range(4, 8)}, "no driver", "no table of dies"),
-        ({0: [0, 1], 1: [2, 3]}, npu_smi(8), "4 devices are at NUMA node 0, of which 2 CPUs"),
+        ({0: [0, 1], 1: [2, 3]}, npu_smi(8), "NUMA node 0 has 4 devices but only 2 usable CPUs"),
     ],
 )
 def test_it_says_why_it_cannot(tmp_path, nodes, info, reason):
-    with pytest.raises(CannotBind, match=reason):
+    with pytest.raises(CannotWork, match=reason):
         plan(core_binding.topology(info, "", write_sysfs(tmp_path, nodes), set(range(8))))
 
 
@@ -195,7 +196,7 @@ def test_without_it_every_hidden_device_is_number_0():
 
 REPORT = """
 import json, os, subprocess, sys, threading
-from ascend_rl import core_binding
+from ascend_rl.host import core_binding
 wait = threading.Event()
 threading.Thread(target=wait.wait, daemon=True).start()
 {call}
@@ -247,6 +248,8 @@ def test_a_process_is_bound_with_its_threads_and_children(cores):
         ("1,0", 'bind("worker", local_rank=1)', [0]),
         ("", 'bind("worker", local_rank=1)', [1]),
         ("1", 'bind("engine")', [1]),
+        ("0,1", 'bind("engine")', [0]),  # devices at two NUMA nodes: one process, one NUMA node
+        ("1,0", 'bind("engine")', [1]),
         ("0", 'bind("others")', [0]),
         ("", 'bind("others")', [0, 1]),
     ],
@@ -298,7 +301,7 @@ def test_ray_of_a_node_inherits_the_share_of_the_others(cores):
     with socket.create_server(("127.0.0.1", 0)) as control:
         job = {"ray": ray, "control": control.getsockname(), "logs": "", "train": None, "deadline_s": 9}
         run = subprocess.run(
-            [sys.executable, "-m", "ascend_rl.launch_node", json.dumps(job)],
+            [sys.executable, "-m", "ascend_rl.launch.launch_node", json.dumps(job)],
             env=env | {"ASCEND_RT_VISIBLE_DEVICES": "1"},
             check=True,
             capture_output=True,
@@ -307,13 +310,20 @@ def test_ray_of_a_node_inherits_the_share_of_the_others(cores):
     assert run.stdout == "[1]\n"
 
 
+def test_a_value_that_is_no_switch_is_refused(monkeypatch):
+    monkeypatch.setenv("CORE_BINDING", "2")
+    for bind in (core_binding.bind_trainer, lambda: core_binding.bind("worker", 1)):
+        with pytest.raises(CannotWork, match="CORE_BINDING=2: give 1 or 0"):
+            bind()
+
+
 def test_off_nothing_happens(cores):
     assert process('core_binding.bind("worker", 1)', CORE_BINDING="0") == ([cores] * 2, cores, "0", "")
 
 
 def test_the_command_prints_the_plan(root):
     env = {**os.environ, "CORE_BINDING_TOPOLOGY": json.dumps(vars(TWO_NODES))}
-    command = [sys.executable, "-m", "ascend_rl.core_binding"]
+    command = [sys.executable, "-m", "ascend_rl.host.core_binding"]
     run = subprocess.run(command, env=env, cwd=root, check=True, capture_output=True, text=True)
     rows = [" ".join(line.split()) for line in run.stdout.splitlines()]
     assert rows == [
@@ -322,7 +332,7 @@ def test_the_command_prints_the_plan(root):
         "1 1 1 1",
         "others on NUMA node 0: 0",
         "others on NUMA node 1: 1",
-        "NUMA nodes of devices by a test",
+        "NUMA nodes of devices from a test",
     ]
     run = subprocess.run([*command, "--json"], env=env, cwd=root, check=True, capture_output=True, text=True)
     assert Topology.from_json(run.stdout) == TWO_NODES

@@ -1,14 +1,19 @@
-"""Dynamic sampling against brute force: which groups are trained on, what is drawn, and what is resumed."""
+"""Dynamic sampling against brute force: which groups are trained on, what is drawn, and how it resumes."""
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from ascend_rl import dapo
+from ascend_rl.loss import dapo
+from ascend_rl.settings.switch import CannotWork
 
 
 @st.composite
@@ -26,6 +31,7 @@ def searches(draw):
     return np.array(rows), batch, draw(st.integers(1, 8))
 
 
+@settings(deadline=None)
 @given(searches())
 def test_the_first_varying_groups_are_trained_and_nothing_more_is_drawn(case):
     groups, batch, wanted = case
@@ -55,7 +61,8 @@ def test_the_first_varying_groups_are_trained_and_nothing_more_is_drawn(case):
         assert metrics["dapo/num_gen_batches"] == needed
         assert metrics["dapo/kept_share"] == pytest.approx(varying / len(seen))
         assert metrics["dapo/surplus_groups"] == varying - wanted
-        assert metrics["dapo/reward_before_filter/mean"] == pytest.approx(seen.mean() - 1)
+        for name in ("mean", "max", "min"):
+            assert metrics[f"dapo/reward_before_filter/{name}"] == pytest.approx(getattr(seen, name)() - 1)
 
 
 def test_a_limit_that_is_reached_says_what_was_found_and_what_to_change():
@@ -96,6 +103,67 @@ def test_the_metric_is_the_reward_or_what_the_reward_function_reported():
         dapo.metric_of("score", reported, rewards)
 
 
+class Batch:
+    """As much of a DataProto as select_groups touches; rows are (prompt, sample)."""
+
+    def __init__(self, rows, rewards=(), seconds=0.0):
+        self.rows, self.non_tensor_batch = rows, {"acc": np.array(rewards)}
+        self.batch = {"rm_scores": torch.tensor(rewards).reshape(-1, 1) * torch.tensor([[0.0, 1.0]])}
+        slowest = {f"agent_loop/slowest/{key}": seconds for key in ("generate_sequences", "tool_calls")}
+        self.meta_info = {"timing": slowest | {"count": 1}}
+
+    def select_idxs(self, indices):
+        return Batch([self.rows[i] for i in indices])
+
+    @staticmethod
+    def join(batches):
+        return Batch(sum((batch.rows for batch in batches), []))
+
+
+@settings(deadline=None)
+@given(searches())
+def test_a_step_joins_the_first_varying_prompts_with_their_responses(case):
+    groups, size, wanted = case
+    samples, limit = groups.shape[1], len(groups) // size
+    expected = [i for i, group in enumerate(groups.tolist()) if len(set(group)) > 1][:wanted]
+
+    def generation_batch(number):
+        rows = range(number * size, (number + 1) * size)
+        responses = [(row, sample) for row in rows for sample in range(samples)]
+        return Batch(list(rows)), Batch(responses, groups[rows].ravel(), seconds=float(number))
+
+    stream, drawn, metrics = SimpleNamespace(batches=limit, passes=7), itertools.count(1), {"other": 1}
+    config = configuration(
+        data__train_batch_size=wanted,
+        actor_rollout_ref__rollout__n=samples,
+        algorithm__filter_groups__max_num_gen_batches=0,
+    )
+
+    def select():
+        first = generation_batch(0)
+        return dapo.select_groups(
+            config, stream, *first, metrics, lambda: generation_batch(next(drawn)), Batch.join
+        )
+
+    if len(expected) < wanted:
+        with pytest.raises(dapo.DynamicSamplingError, match=f"after {limit} generation batches"):
+            select()
+        return
+    prompts, responses = select()
+    used = next(drawn)
+    assert prompts.rows == expected
+    assert responses.rows == [(row, sample) for row in expected for sample in range(samples)]
+    assert metrics["other"] == 1 and metrics["dapo/data_passes"] == 7
+    assert metrics["dapo/num_gen_batches"] == used == expected[-1] // size + 1
+    timing = responses.meta_info["timing"]
+    assert timing["count"] == used and timing["agent_loop/slowest/tool_calls"] == used - 1
+
+
+def test_ids_are_unlike_any_other():
+    first, second = dapo.new_ids(3), dapo.new_ids(2)
+    assert len({*first, *second}) == 5 and first.dtype == object
+
+
 def configuration(**changes) -> OmegaConf:
     config = OmegaConf.create(
         {
@@ -125,8 +193,34 @@ def configuration(**changes) -> OmegaConf:
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_before_the_start(changes, message):
     dapo.check(configuration())
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CannotWork, match=message):
         dapo.check(configuration(**changes))
+
+
+@pytest.mark.parametrize(("limit", "drawn", "refused"), [
+    (1, 31, True), (1, 32, False), (2, 15, True), (2, 16, False), (0, 1, False), (-1, 1, False),
+    (1, None, False), (1, 1, True),
+])  # fmt: skip
+def test_the_limit_must_allow_a_full_batch_unless_there_is_none(limit, drawn, refused):
+    changes = {"algorithm__filter_groups__max_num_gen_batches": limit}
+    changes |= {"data__gen_batch_size": drawn} if drawn else {}
+    found = [key for key, _ in dapo.problems(configuration(**changes))]
+    assert found == ["algorithm.filter_groups.max_num_gen_batches"] * refused
+
+
+@pytest.mark.parametrize(("given", "batches"), [(1, 1), (2, 2), (0, 3), (-1, 3)])
+def test_no_batch_is_drawn_beyond_the_limit(given, batches):
+    search = dapo.DynamicSampling(prompts=1, samples=2, max_batches=given, pass_batches=3)
+    for _ in range(batches - 1):
+        search.add(np.zeros(4), np.zeros(4))
+    with pytest.raises(dapo.DynamicSamplingError, match=f"after {batches} generation batches"):
+        search.add(np.zeros(4), np.zeros(4))
+
+
+def test_the_last_batch_allowed_may_complete_the_search():
+    search = dapo.DynamicSampling(prompts=2, samples=2, max_batches=2, pass_batches=9)
+    assert search.add(np.array([0, 1, 1, 1]), np.zeros(4)).tolist() == [0] and not search.complete
+    assert search.add(np.array([0, 0, 1, 0]), np.zeros(4)).tolist() == [1] and search.complete
 
 
 def test_timings_of_batches_merge_as_if_they_were_one():
@@ -149,10 +243,28 @@ def test_timings_of_batches_merge_as_if_they_were_one():
     assert merged == pytest.approx(timing(batches.reshape(-1, 2)))
 
 
+def test_the_slowest_batch_is_slowest_with_its_tools():
+    def timing(generation, tools):
+        return {"agent_loop/slowest/generate_sequences": generation, "agent_loop/slowest/tool_calls": tools}
+
+    batches = [timing(5.0, 0.0), timing(3.0, 4.0), timing(1.0, 5.0)]
+    assert dapo.merge_timings(batches) == batches[1]
+
+
+def test_a_checkpoint_without_filtering_has_no_passes():
+    loaded = []
+    loader = type(
+        "Loader", (list,), {"load_state_dict": lambda self, state: loaded.append(state), "sampler": "s"}
+    )
+    stream = dapo.PromptStream(loader())
+    stream.passes = 3
+    stream.load_state_dict({"position": 5})
+    assert stream.passes == 0 and loaded == [{"position": 5}] and stream.sampler == "s"
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_goes_round_and_resumes_where_it_was(shuffle, workers):
-    import torch
     from torch.utils.data import SequentialSampler
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchdata.stateful_dataloader.sampler import RandomSampler

@@ -1,4 +1,4 @@
-"""Data sets: their columns become verl's, bad and repeated rows go, a file appears complete or not at all."""
+"""Data sets: columns become verl's, bad and repeated rows go, a file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from ascend_rl import data
-from ascend_rl.math_reward import compute_score
+from ascend_rl.recipe import data
+from ascend_rl.recipe.math_reward import compute_score
+from ascend_rl.settings.switch import CannotWork
 
 # Rows as published, hand-written.
 DEEPSCALER = [
@@ -26,10 +27,14 @@ DEEPSCALER = [
 
 
 def dapo(question: str, truth: str | None, index: str) -> dict:
-    text = f"Solve it. The last line is Answer: $Answer.\n\n{question}\n\nRemember \"Answer:\"."
-    return {"data_source": "math_dapo", "prompt": [{"content": text, "role": "user"}], "ability": "MATH",
-            "reward_model": {"ground_truth": truth, "style": "rule-lighteval/MATH_v2"},
-            "extra_info": {"index": index}}
+    text = f'Solve it. The last line is Answer: $Answer.\n\n{question}\n\nRemember "Answer:".'
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": text, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": truth, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": index},
+    }
 
 
 DAPO = [dapo("3*4?", "12", "a")] * 3 + [dapo("5-5?", "0", "b"), dapo("6?", "6", "c"), dapo("6?", "7", "d")]
@@ -58,13 +63,24 @@ def test_deepscaler(tmp_path):
     rows = rows_of(tmp_path / "out/train.parquet")
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["2", "4"]  # the second from its solution
     assert rows[0] == {
-        "data_source": "deepscaler", "ability": "math",
+        "data_source": "deepscaler",
+        "ability": "math",
         "prompt": [{"role": "user", "content": f"What is $1+1$?\n\n{data.BOXED}"}],
-        "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train", "index": 0},
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 0},
     }
-    assert report == {"train": (2, {"no answer": 1, "no problem": 1, "repeated": 1,
-                                    "answer longer than 200 characters": 1,
-                                    "problem longer than 20000 characters": 1})}
+    assert report == {
+        "train": (
+            2,
+            {
+                "no answer": 1,
+                "no problem": 1,
+                "repeated": 1,
+                "answer longer than 200 characters": 1,
+                "problem longer than 20000 characters": 1,
+            },
+        )
+    }
 
 
 def test_dapo_math_drops_repetitions_and_contradictions(tmp_path):
@@ -90,8 +106,18 @@ def test_aime_in_its_published_forms(tmp_path, rows, truth):
 
 def test_gsm8k_from_the_command_line_and_its_reward(root, tmp_path):
     samples = root / "tests/samples/gsm8k"
-    command = [sys.executable, "-m", "ascend_rl.data", "gsm8k", "--out", tmp_path,
-               "--source", samples / "train.jsonl", "--source", samples / "test.jsonl"]
+    command = [
+        sys.executable,
+        "-m",
+        "ascend_rl.data",
+        "gsm8k",
+        "--out",
+        tmp_path,
+        "--source",
+        samples / "train.jsonl",
+        "--source",
+        samples / "test.jsonl",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"{tmp_path}/train.parquet: 40 rows\n{tmp_path}/test.parquet: 40 rows\n" == run.stdout
     for row in rows_of(tmp_path / "train.parquet"):
@@ -116,11 +142,11 @@ def test_verl_reads_what_is_written(tiny, tmp_path):
 
 def test_another_data_set_is_refused_and_nothing_is_left(tmp_path):
     source = save(tmp_path / "d.json", DEEPSCALER)
-    with pytest.raises(ValueError, match=r"row 0 has the columns \['answer', 'problem', 'solution'\]"):
+    with pytest.raises(CannotWork, match=r"row 0 has the columns \['answer', 'problem', 'solution'\]"):
         data.prepare("gsm8k", tmp_path / "out", [source, source])
-    with pytest.raises(ValueError, match="give a --source file for each"):
+    with pytest.raises(CannotWork, match="give a --source file for each"):
         data.prepare("gsm8k", tmp_path / "out", [source])
-    with pytest.raises(ValueError, match="no usable rows"):
+    with pytest.raises(CannotWork, match="no usable rows"):
         data.prepare("deepscaler", tmp_path / "out", [save(tmp_path / "e.jsonl", DEEPSCALER[2:4])])
     assert not (tmp_path / "out").exists()
 
@@ -136,7 +162,7 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def modelscope(tmp_path):
-    """A stand-in for the network: a `modelscope` that puts two of three files of a model in place."""
+    """A stub for the network: a `modelscope` that puts two of a model's three files in place."""
     program = tmp_path / "bin/modelscope"
     program.parent.mkdir()
     program.write_text("""#!/bin/bash
@@ -151,7 +177,7 @@ echo x >"$2/model-1.safetensors"
     program.chmod(0o755)
 
     def download(*arguments) -> tuple[subprocess.CompletedProcess, str]:
-        command = ["bash", Path(data.__file__).parent.parent / "download_weights.sh", *map(str, arguments)]
+        command = ["bash", Path(data.__file__).parents[2] / "download_weights.sh", *map(str, arguments)]
         environment = {"PATH": f"{program.parent}:/usr/bin:/bin"}
         run = subprocess.run(command, capture_output=True, text=True, env=environment)
         return run, program.with_name("calls").read_text() if program.with_name("calls").exists() else ""

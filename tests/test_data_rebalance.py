@@ -1,4 +1,4 @@
-"""ascend_rl.data_rebalance: equal counts, an exact way back, and a balance checked against brute force."""
+"""data_rebalance: equal counts, an exact way back, and a balance checked against brute force."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascend_rl.data_rebalance import place, predict
+from ascend_rl.rollout.data_rebalance import place, predict
 
 NAN = float("nan")
 
@@ -81,10 +81,10 @@ def test_unknown_lengths_give_the_interleaved_order(prompts, samples, ranks):
 
 def test_siblings_are_on_different_ranks_unless_kept_together():
     groups = [prompt for prompt in range(32) for _ in range(16)]
-    predicted = np.repeat(np.arange(32.0), 16)
-    for together, ranks_of_a_prompt in ((1, 16), (4, 4), (16, 1)):
-        rank = place(groups, 32, predicted, together).rank.reshape(32, 16)
-        assert {len(set(row)) for row in rank.tolist()} == {ranks_of_a_prompt}
+    for predicted in (None, np.repeat(np.arange(32.0), 16)):
+        for together, ranks_of_a_prompt in ((1, 16), (4, 4), (16, 1)):
+            rank = place(groups, 32, predicted, together).rank.reshape(32, 16)
+            assert {len(set(row)) for row in rank.tolist()} == {ranks_of_a_prompt}
 
 
 def test_partly_known_lengths_count_as_the_mean_of_the_known():

@@ -1,7 +1,7 @@
 """The node doctor: each check on facts that differ in one thing from those of a good node, and real nodes.
 
-Real: this machine, with stand-ins for npu-smi and hccn_tool (tests/stubs/bin); two checkouts, each in its own
-process; a Ray of one node.
+Real: this machine, with stubs for npu-smi and hccn_tool (tests/stubs/bin); two checkouts, each in its own
+process; a Ray cluster of one node.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import threading
 import pytest
 from rich.console import Console
 
-from ascend_rl import doctor, node_facts, preflight
-from ascend_rl.findings import Finding, as_json, render
-from ascend_rl.node_facts import collect, load_lock
+from ascend_rl.preflight import doctor, node_facts, preflight
+from ascend_rl.preflight.findings import Finding, as_json, render
+from ascend_rl.preflight.node_facts import collect, load_lock
 
 LOCK = load_lock()
 
@@ -55,18 +55,34 @@ def ascend(root, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def good(ascend) -> dict:
-    """Facts of a node without fault: dies, driver and CANN as the stand-ins show them, the rest made up."""
+    """Facts of a faultless node: dies, driver and CANN as the stubs show them, the rest made up."""
     facts = ascend("a3_healthy")
-    packages = {name: version for name, version in LOCK["ascend"].items()
-                if name not in ("image", "cann", "hdk", "python")}
-    trees = {name: {"hash": table["tree"], "expected": f"/x/{name}", "imported": f"/x/{name}"}
-             for name, table in LOCK.items() if "package" in table}
+    packages = {
+        name: version
+        for name, version in LOCK["ascend"].items()
+        if name not in ("image", "cann", "hdk", "python")
+    }
+    trees = {
+        name: {"hash": table["tree"], "expected": f"/x/{name}", "imported": f"/x/{name}"}
+        for name, table in LOCK.items()
+        if "package" in table
+    }
     disk = {"path": "/x", "free": 3e12, "total": 4e12}
     return facts | {
-        "host": "node0", "address": "10.0.0.1", "packages": packages, "python": "3.11.9", "trees": trees,
-        "open_files": [1048576, 1048576], "disks": {"output": disk, "tmp": disk, "shm": disk}, "ports": {},
-        "memory": {"total": 2e12, "huge_free": 0, "transparent": "madvise"}, "port_range": [32768, 59999],
-        "reserved_ports": "", "env": {}, "proxies": {}, "absent": [],
+        "host": "node0",
+        "address": "10.0.0.1",
+        "packages": packages,
+        "python": "3.11.9",
+        "trees": trees,
+        "open_files": [1048576, 1048576],
+        "disks": {"output": disk, "tmp": disk, "shm": disk},
+        "ports": {},
+        "memory": {"total": 2e12, "huge_free": 0, "transparent": "madvise"},
+        "port_range": [32768, 59999],
+        "reserved_ports": "",
+        "env": {},
+        "proxies": {},
+        "absent": [],
     }
 
 
@@ -140,52 +156,61 @@ def test_absent_tools_cost_one_line_each(good):
     absent = [("npu-smi", "npu-smi is not on PATH"), ("hccn_tool", "hccn_tool is not on PATH")]
     findings = doctor.judge_node(good | {"absent": absent}, LOCK)
     assert [(f.severity, f.check) for f in findings] == [
-        ("info", "absent.npu-smi"), ("info", "absent.hccn_tool")]
+        ("info", "absent.npu-smi"),
+        ("info", "absent.hccn_tool"),
+    ]
 
 
 def disk(**sizes: float) -> dict:
     return {"path": "/x", "free": 3e12, "total": 4e12} | sizes
 
 
-@pytest.mark.parametrize("path, value, expected", [
-    ("packages.torch", "2.9.1", ("error", "versions.package")),
-    ("packages.torch", "2.8.0+cpu", None),
-    ("packages.torch_npu", "2.8.0", ("error", "versions.package")),
-    ("packages.transformers", "4.57.1", ("warning", "versions.package")),
-    ("packages.vllm_ascend", "0.12.0", ("warning", "versions.package")),
-    ("packages.triton", "3.2.0", ("warning", "versions.triton")),
-    ("python", "3.10.1", ("error", "versions.package")),
-    ("python", "3.110.0", ("error", "versions.package")),
-    ("driver", "25.3.1", None),
-    ("driver", "25.30", ("warning", "versions.driver")),
-    ("driver", "24.1.rc3.7", ("error", "versions.driver")),
-    ("cann", "8.5.1", ("error", "versions.cann")),
-    ("trees.verl.hash", "0" * 64, ("error", "code.tree")),
-    ("trees.mindspeed", None, ("error", "code.tree")),
-    ("trees.vllm_ascend.imported", "/usr/lib/vllm_ascend", ("error", "code.import")),
-    ("trees.vllm_ascend.imported", None, ("error", "code.import")),
-    ("env.NPUS_PER_NODE", "16", None),
-    ("env.NPUS_PER_NODE", "32", ("error", "npu.count")),
-    ("dies.0.network.vnic_link", "DOWN", ("error", "npu.hccs")),
-    ("dies.0.network.net_health", "Init", None),
-    ("dies.0.hbm_used_mb", None, None),
-    ("open_files", [1024, 1048576], ("warning", "host.open_files")),
-    ("open_files", [-1, -1], None),
-    ("disks.shm", disk(total=64 * 2**20), ("error", "host.shm")),
-    ("disks.shm", disk(total=32e9), ("warning", "host.shm")),
-    ("disks.output", disk(free=1e9), ("error", "host.output")),
-    ("disks.output", disk(free=100e9), ("warning", "host.output")),
-    ("disks.tmp", disk(free=0.04 * 4e12), ("error", "host.tmp")),
-    ("memory.huge_free", 0.5e12, ("warning", "host.huge_pages")),
-    ("memory.transparent", "never", ("info", "host.huge_pages")),
-    ("port_range", [32768, 60999], ("warning", "host.hccl_ports")),
-    ("ports", {60015: "nginx (pid 7)"}, ("error", "host.hccl_ports")),
-    ("ports", {60016: "nginx (pid 7)"}, None),
-    ("proxies", {"https_proxy": "http://p:3128"}, ("warning", "host.proxy")),
-    ("proxies", {"https_proxy": "http://p:3128", "no_proxy": "127.0.0.1,10.0.0.1"}, None),
-    ("proxies", {"all_proxy": "http://p:1", "no_proxy": "127.0.0.1,10.0.0.0/8"}, ("warning", "host.proxy")),
-    ("proxies", {"no_proxy": "localhost"}, None),
-])
+@pytest.mark.parametrize(
+    "path, value, expected",
+    [
+        ("packages.torch", "2.9.1", ("error", "versions.package")),
+        ("packages.torch", "2.8.0+cpu", None),
+        ("packages.torch_npu", "2.8.0", ("error", "versions.package")),
+        ("packages.transformers", "4.57.1", ("warning", "versions.package")),
+        ("packages.vllm_ascend", "0.12.0", ("warning", "versions.package")),
+        ("packages.triton", "3.2.0", ("warning", "versions.triton")),
+        ("python", "3.10.1", ("error", "versions.package")),
+        ("python", "3.110.0", ("error", "versions.package")),
+        ("driver", "25.3.1", None),
+        ("driver", "25.30", ("warning", "versions.driver")),
+        ("driver", "24.1.rc3.7", ("error", "versions.driver")),
+        ("cann", "8.5.1", ("error", "versions.cann")),
+        ("trees.verl.hash", "0" * 64, ("error", "code.tree")),
+        ("trees.mindspeed", None, ("error", "code.tree")),
+        ("trees.vllm_ascend.imported", "/usr/lib/vllm_ascend", ("error", "code.import")),
+        ("trees.vllm_ascend.imported", None, ("error", "code.import")),
+        ("env.NPUS_PER_NODE", "16", None),
+        ("env.NPUS_PER_NODE", "32", ("error", "npu.count")),
+        ("dies.0.network.vnic_link", "DOWN", ("error", "npu.hccs")),
+        ("dies.0.network.net_health", "Init", None),
+        ("dies.0.hbm_used_mb", None, None),
+        ("open_files", [1024, 1048576], ("warning", "host.open_files")),
+        ("open_files", [-1, -1], None),
+        ("disks.shm", disk(total=64 * 2**20), ("error", "host.shm")),
+        ("disks.shm", disk(total=32e9), ("warning", "host.shm")),
+        ("disks.output", disk(free=1e9), ("error", "host.output")),
+        ("disks.output", disk(free=100e9), ("warning", "host.output")),
+        ("disks.tmp", disk(free=0.04 * 4e12), ("error", "host.tmp")),
+        ("memory.huge_free", 0.5e12, ("warning", "host.huge_pages")),
+        ("memory.transparent", "never", ("info", "host.huge_pages")),
+        ("port_range", [32768, 60999], ("warning", "host.hccl_ports")),
+        ("ports", {60015: "nginx (pid 7)"}, ("error", "host.hccl_ports")),
+        ("ports", {60016: "nginx (pid 7)"}, None),
+        ("proxies", {"https_proxy": "http://p:3128"}, ("warning", "host.proxy")),
+        ("proxies", {"https_proxy": "http://p:3128", "no_proxy": "127.0.0.1,10.0.0.1"}, None),
+        (
+            "proxies",
+            {"all_proxy": "http://p:1", "no_proxy": "127.0.0.1,10.0.0.0/8"},
+            ("warning", "host.proxy"),
+        ),
+        ("proxies", {"no_proxy": "localhost"}, None),
+    ],
+)
 def test_one_thing_is_wrong(good, path, value, expected):
     """And only that is reported."""
     facts = copy.deepcopy(good)
@@ -203,11 +228,14 @@ def test_one_thing_is_wrong(good, path, value, expected):
 def test_ports_of_hccl_follow_the_setting(good):
     busy = good | {"port_range": [32768, 65535], "ports": {64030: "nginx (pid 7)"}}
     assert found(doctor.judge_node(busy | {"env": {"HCCL_IF_BASE_PORT": "64021"}}, LOCK)) == {
-        ("error", "host.hccl_ports"), ("warning", "host.hccl_ports")}
+        ("error", "host.hccl_ports"),
+        ("warning", "host.hccl_ports"),
+    }
     kept = busy | {"env": {"HCCL_IF_BASE_PORT": "64021"}, "ports": {}, "reserved_ports": "22,64021-64036"}
     assert doctor.judge_node(kept, LOCK) == []
     assert found(doctor.judge_node(kept | {"reserved_ports": "64021-64035"}, LOCK)) == {
-        ("warning", "host.hccl_ports")}
+        ("warning", "host.hccl_ports")
+    }
     auto = busy | {"env": {"HCCL_IF_BASE_PORT": "64021", "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}}
     assert doctor.judge_node(auto, LOCK) == []
 
@@ -230,13 +258,17 @@ def test_this_machine_is_seen_as_it_is(root, monkeypatch):
     assert port in facts["ports"]
     limit = subprocess.run(["bash", "-c", "ulimit -Sn"], capture_output=True, text=True, check=True).stdout
     assert str(facts["open_files"][0]) == limit.strip() or limit.strip() == "unlimited"
-    assert facts["disks"]["output"] == {"path": "/nonexistent/x", "free": facts["disks"]["output"]["free"],
-                                        "total": shutil.disk_usage("/").total}
+    assert facts["disks"]["output"] == {
+        "path": "/nonexistent/x",
+        "free": facts["disks"]["output"]["free"],
+        "total": shutil.disk_usage("/").total,
+    }
     assert facts["proxies"]["http_proxy"] == "http://p:1"
     assert facts["packages"]["rich"]
     assert node_facts.is_local("127.0.0.1") and not node_facts.is_local("192.0.2.77")
     assert {name: tree["hash"] for name, tree in facts["trees"].items()} == {
-        name: LOCK[name]["tree"] for name in facts["trees"]}
+        name: LOCK[name]["tree"] for name in facts["trees"]
+    }
     assert len(facts["trees"]) >= 4
     json.dumps(facts)
 
@@ -266,7 +298,7 @@ def test_clock_offset_takes_the_fastest_answer(monkeypatch):
 
 
 def test_dies_ping_over_either_network(root, monkeypatch):
-    """HCCS first, then RoCE; partial loss is tried again; the same address is no peer."""
+    """HCCS first, then RoCE; after partial loss a second try; a die with the same address is not a peer."""
     env = stub_env(root, "a3_healthy")
     die = {"index": 2, "network": {"vnic": "192.168.10.2", "ip": "29.1.100.2"}}
     peer = {"index": 2, "network": {"vnic": "192.168.11.2", "ip": "29.1.101.2"}}
@@ -285,10 +317,18 @@ def nodes(good) -> list[dict]:
     """Three good nodes that reach each other."""
     found = []
     for index in range(3):
-        facts = copy.deepcopy(good) | {"host": f"node{index}", "address": f"10.0.0.{index + 1}",
-                                       "ray_npus": 16, "clock_offset_s": 0.01 * index, "clock_error_s": 0.01}
-        facts["reach"] = [{"host": f"node{other}", "address": f"10.0.0.{other + 1}", "tcp": "", "icmp": None,
-                           "dies": {}} for other in range(3) if other != index]
+        facts = copy.deepcopy(good) | {
+            "host": f"node{index}",
+            "address": f"10.0.0.{index + 1}",
+            "ray_npus": 16,
+            "clock_offset_s": 0.01 * index,
+            "clock_error_s": 0.01,
+        }
+        facts["reach"] = [
+            {"host": f"node{other}", "address": f"10.0.0.{other + 1}", "tcp": "", "icmp": None, "dies": {}}
+            for other in range(3)
+            if other != index
+        ]
         for die in facts["dies"]:
             die["network"]["ip"] = f"29.1.{index}.{die['index'] + 1}"
         found.append(facts)
@@ -333,27 +373,32 @@ def spoil_tcp(facts):
 
 
 def spoil_ping(facts):
-    facts["reach"][1]["dies"] = {0: "-ping 29.1.1.1: 100% of packets lost",
-                                 1: "-ping 29.1.1.2: 100% of packets lost",
-                                 7: "-ping 29.1.1.8: 33% of packets lost"}
+    facts["reach"][1]["dies"] = {
+        0: "-ping 29.1.1.1: 100% of packets lost",
+        1: "-ping 29.1.1.2: 100% of packets lost",
+        7: "-ping 29.1.1.8: 33% of packets lost",
+    }
 
 
-@pytest.mark.parametrize("spoil, check, where, said", [
-    (spoil_code, "code", "node2", "(commit abcdef123)"),
-    (lambda facts: facts["trees"].pop("verl"), "tree", "node2", "frameworks/verl is missing"),
-    (spoil_package, "packages", "node2", "numpy 1.26.3 (most: "),
-    (lambda facts: facts.update(os="another"), "os", "node2", "the system is another"),
-    (lambda facts: facts.update(driver="25.3.1"), "driver", "node2", "is 25.3.1, on most nodes 25.3.rc1"),
-    (lambda facts: facts["dies"].pop(), "dies", "node2", "is 15, on most nodes 16"),
-    (spoil_clock, "clock", "node2", "90.0 s behind"),
-    (spoil_tls, "tls", "node2", "TLS between dies is 1, on most nodes 0"),
-    (spoil_firmware, "firmware", "node2", "7.1.0.3.220, 7.8.0.2.212, on most nodes 7.8.0.2.212"),
-    (spoil_address, "address", "node0 die 0, node2 die 0", "29.1.0.1"),
-    (spoil_kind, "kind", "node2", "cpu, on most nodes ascend"),
-    (spoil_tcp, "tcp", "node2 -> node0 (10.0.0.1)", "No route to host; it does not answer ping either"),
-    (spoil_ping, "npu_ping", "node2 -> node1 (10.0.0.2)", "dies 0-1 cannot reach"),
-    (lambda facts: facts.update(ray_npus=0), "ray_npus", "node2", "Ray has 0 NPUs there, 16 dies"),
-])
+@pytest.mark.parametrize(
+    "spoil, check, where, said",
+    [
+        (spoil_code, "code", "node2", "(commit abcdef123)"),
+        (lambda facts: facts["trees"].pop("verl"), "tree", "node2", "frameworks/verl is missing"),
+        (spoil_package, "packages", "node2", "numpy 1.26.3 (most: "),
+        (lambda facts: facts.update(os="another"), "os", "node2", "the system is another"),
+        (lambda facts: facts.update(driver="25.3.1"), "driver", "node2", "is 25.3.1, on most nodes 25.3.rc1"),
+        (lambda facts: facts["dies"].pop(), "dies", "node2", "is 15, on most nodes 16"),
+        (spoil_clock, "clock", "node2", "90.0 s behind"),
+        (spoil_tls, "tls", "node2", "TLS between dies is 1, on most nodes 0"),
+        (spoil_firmware, "firmware", "node2", "7.1.0.3.220, 7.8.0.2.212, on most nodes 7.8.0.2.212"),
+        (spoil_address, "address", "node0 die 0, node2 die 0", "29.1.0.1"),
+        (spoil_kind, "kind", "node2", "cpu, on most nodes ascend"),
+        (spoil_tcp, "tcp", "node2 -> node0 (10.0.0.1)", "No route to host; it does not answer ping either"),
+        (spoil_ping, "npu_ping", "node2 -> node1 (10.0.0.2)", "dies 0-1 cannot reach"),
+        (lambda facts: facts.update(ray_npus=0), "ray_npus", "node2", "Ray has 0 NPUs there, 16 dies"),
+    ],
+)
 def test_the_odd_node_is_named(nodes, spoil, check, where, said):
     spoil(nodes[2])
     together = [f for f in doctor.judge_cluster(nodes, LOCK) if f.check.startswith("cluster.")]
@@ -379,7 +424,7 @@ def test_equal_findings_of_nodes_are_joined(nodes):
 
 
 def test_two_checkouts_that_differ(root, tmp_path):
-    """Each looks at itself in its own process; a cache file is no difference, an uncommitted edit is one."""
+    """Each inspects itself in its own process; an uncommitted edit differs, a cache file does not."""
     lock = '[toy]\npackage = "toy"\ntag = "v1"\nversion = "1"\ntree = "TREE"\n'
     processes = []
     for name in ("a", "b"):
@@ -392,15 +437,22 @@ def test_two_checkouts_that_differ(root, tmp_path):
         (checkout / "frameworks/toy/toy").mkdir(parents=True)
         (checkout / "frameworks/toy/toy/__init__.py").write_text("x = 1\n")
     (tmp_path / "b/frameworks/toy/toy/__init__.py").write_text("x = 2\n")
-    (tmp_path / "b/ascend_rl/gspo.py").open("a").write("# edited\n")
+    (tmp_path / "b/ascend_rl/loss/gspo.py").open("a").write("# edited\n")
     (tmp_path / "a/ascend_rl/__pycache__").mkdir()
     (tmp_path / "a/ascend_rl/__pycache__/x.pyc").write_bytes(b"x")
-    code = "import json; from ascend_rl.node_facts import collect; print(json.dumps(collect()))"
+    code = "import json; from ascend_rl.preflight.node_facts import collect; print(json.dumps(collect()))"
     for name in ("a", "b"):
         paths = f"{tmp_path / name}:{tmp_path / name}/frameworks/toy"
-        processes.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
-                                          cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}))
-    seen = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": paths},
+            )
+        )
+    seen = [json.loads(process.communicate(timeout=600)[0]) for process in processes]
     for index, facts in enumerate(seen):
         facts |= {"host": f"node{index}", "reach": [], "ray_npus": 0, "clock_offset_s": 0, "clock_error_s": 0}
         assert facts["trees"]["toy"]["imported"] == facts["trees"]["toy"]["expected"]
@@ -409,13 +461,15 @@ def test_two_checkouts_that_differ(root, tmp_path):
 
 
 def test_nodes_reach_each_other(root, good, ascend, monkeypatch):
-    """Over real connections, dies by the stand-ins: a good node to a faulty one, back, and to a dead one."""
+    """Over real connections, with stubs of dies: a good node to a faulty one, back, and to a dead one."""
     faulty = ascend("a3_faulty")
     with node_facts.listen("127.0.0.1") as server, node_facts.listen("127.0.0.1") as closed:
         port, dead = server.getsockname()[1], closed.getsockname()[1]
         closed.close()
-        peers = [{"host": "a", "address": "127.0.0.1", "port": port, "dies": faulty["dies"]},
-                 {"host": "b", "address": "127.0.0.1", "port": dead, "dies": []}]
+        peers = [
+            {"host": "a", "address": "127.0.0.1", "port": port, "dies": faulty["dies"]},
+            {"host": "b", "address": "127.0.0.1", "port": dead, "dies": []},
+        ]
         for name, value in stub_env(root, "a3_healthy").items():
             monkeypatch.setenv(name, value)
         there, lost = node_facts.reach(good["dies"], peers)
@@ -432,8 +486,14 @@ def test_a_ray_cluster(root, monkeypatch):
 
     for name, value in stub_env(root, "a3_healthy", ASCEND_RT_VISIBLE_DEVICES="0,1,2,3,4,5,6,7,8,9").items():
         monkeypatch.setenv(name, value)
-    context = ray.init(num_cpus=1, resources={"NPU": 10}, object_store_memory=80_000_000, log_to_driver=False,
-                       include_dashboard=False)
+    context = ray.init(
+        "local",
+        num_cpus=1,
+        resources={"NPU": 10},
+        object_store_memory=80_000_000,
+        log_to_driver=False,
+        include_dashboard=False,
+    )
     try:
         nodes, failed = node_facts.survey(deadline_s=60)
         none, late = node_facts.survey(deadline_s=0)
@@ -472,8 +532,9 @@ def test_the_command_fails_on_an_error_and_says_what_to_do(root, tmp_path):
     env, problems = preflight.sourced(str(script))
     assert (env["NPUS_PER_NODE"], problems) == ("32", [])
     command = [sys.executable, "-m", "ascend_rl.preflight", "--json"]
-    result = subprocess.run(command, env=stub_env(root, "a3_faulty"), capture_output=True, text=True,
-                            check=False, timeout=60)
+    result = subprocess.run(
+        command, env=stub_env(root, "a3_faulty"), capture_output=True, text=True, check=False, timeout=600
+    )
     findings = [Finding(**finding) for finding in json.loads(result.stdout)]
     assert result.returncode == 1, result.stderr
     assert ("error", "npu.health") in found(findings) and ("info", "absent.driver") in found(findings)
@@ -498,8 +559,10 @@ def test_an_environment_script_that_fails_is_a_finding(tmp_path):
 
 
 def test_the_table_shows_everything_as_it_is(capsys):
-    findings = [Finding("info", "a.b", "node1", "[bold]not markup[/]", "q" * 300),
-                Finding("error", "c.d", "node0", "why", "fix")]
+    findings = [
+        Finding("info", "a.b", "node1", "[bold]not markup[/]", "q" * 300),
+        Finding("error", "c.d", "node0", "why", "fix"),
+    ]
     render(findings, Console(width=100))
     shown = capsys.readouterr().out
     assert shown.index("c.d") < shown.index("a.b") and shown.count("q") == 300

@@ -1,4 +1,4 @@
-"""ascend_rl.eplb: valid placements, against the exact optimum; few moves; a gate; the maps vLLM expects."""
+"""experts/eplb.py: valid placements, compared with the exact optimum; few moves; a gate; vLLM's maps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from ascend_rl.eplb import (
+from ascend_rl.experts.eplb import (
     align,
     ascend_expert_maps,
     balance,
@@ -131,6 +131,22 @@ def test_against_the_exact_optimum(experts, ranks, slots, seed):
         assert len(np.unique(balance(load, ranks, slots))) == experts  # only reordered
 
 
+@pytest.mark.parametrize("load, ranks, slots, bound", [
+    ([4, 2, 2, 2, 1, 1], 3, 3, 4.0),  # the mean rank
+    ([30, 1, 0, 0, 0, 0], 4, 2, 10.0),  # the largest copy: 3 copies of the first
+    ([30, 1, 1, 1], 2, 3, 16.5),  # the mean; two copies at most, one a rank
+    ([10, 3, 2, 1], 2, 2, 11.0),  # without redundancy: the largest with the lightest
+    ([9, 8, 7, 3, 2, 1], 2, 3, 16.0),  # of the 3 largest one rank holds 2, and the lightest
+    ([6, 5, 5, 4, 3, 0], 2, 3, 12.0),  # of the 5 largest one rank holds 3: the lightest three of them
+])  # fmt: skip
+def test_the_bound_is_what_it_says_and_can_be_reached(load, ranks, slots, bound):
+    load = np.array([load], dtype=float)
+    assert lower_bound(load, ranks, slots)[0] == pytest.approx(bound, rel=1e-12)
+    assert optimum(load[0], ranks, slots) == pytest.approx(bound, rel=1e-6)
+    # Of many layers each has its own.
+    assert lower_bound(np.tile(load, (2, 1)) * [[1], [3]], ranks, slots).tolist() == [bound, 3 * bound]
+
+
 def test_published_example_is_solved_exactly():
     """All counts, and for two slots a rank the best places: the largest copy with the smallest."""
     best = np.inf
@@ -197,6 +213,15 @@ def test_few_copies_for_a_small_change():
         assert copied(placement, limited).sum(1).max() <= most
         before, after = (rank_loads(drifted, place).max(1) for place in (placement, limited))
         assert (after <= before).all() and (most == 0 or (after < before).all())
+
+
+def test_the_way_back_home_costs_nothing():
+    """An expert that returns to its rank is not copied: the move counts as negative against max_moves."""
+    load = np.array([[19.0, 1, 2, 2, 1, 4, 14, 7]])
+    current = np.array([[[6, 2, 1], [5, 7, 0], [4, 7, 3]]])
+    moved = balance(load, 3, 3, current=current, max_moves=2)
+    assert copied(current, moved).sum() == 2
+    assert rank_loads(load, moved).max() == 17.5  # 21 without the way back
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,4 +1,4 @@
-"""GSPO against a float64 reference from arXiv 2507.18071, value and gradient, and traps of other codes."""
+"""GSPO's value and gradient against a float64 reference from arXiv 2507.18071, and traps of other code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascend_rl import gspo
+from ascend_rl.loss import gspo
 
 LOW, HIGH = 3e-2, 4e-2
 
@@ -36,8 +36,9 @@ def batch(seed: int, rows: int = 6, width: int = 9, spread: float = 0.1, constan
 
 def reference(inputs: dict, token_level: bool) -> tuple[float, np.ndarray]:
     """Mean over responses of eq. 5 or eq. 13, and its gradient, derived by hand, in plain loops."""
-    old, new, advantages, mask = (inputs[k].double().numpy() for k in
-                                  ("old_log_prob", "log_prob", "advantages", "response_mask"))
+    old, new, advantages, mask = (
+        inputs[k].double().numpy() for k in ("old_log_prob", "log_prob", "advantages", "response_mask")
+    )
     rows = len(new)
     loss, gradient = 0.0, np.zeros_like(new)
     for i in range(rows):
@@ -115,6 +116,14 @@ def test_on_policy_ratio_is_exactly_one(dtype, token_level):
     assert torch.equal(ratios[~ratios.isnan()], torch.ones_like(ratios[~ratios.isnan()]))
 
 
+def test_a_ratio_at_the_bound_is_not_clipped():
+    """On-policy ratios with a clip range of 0."""
+    inputs = batch(1)
+    inputs["old_log_prob"] = inputs["log_prob"].clone()
+    _, stats = gspo.policy_losses(**inputs, clip_ratio_low=0, clip_ratio_high=0, token_level=False)
+    assert not np.nansum(stats[gspo.CLIP_HIGH]) and not np.nansum(stats[gspo.CLIP_LOW])
+
+
 def test_ratio_is_the_exponential_of_the_mean_not_the_mean_of_exponentials():
     inputs = batch(2, spread=1.0)
     _, _, stats = ours(inputs, False)
@@ -163,6 +172,23 @@ def test_extreme_ratios_stay_finite():
         assert torch.isfinite(loss) and torch.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("token_level", [False, True])
+@pytest.mark.parametrize("log_ratio, cut", [(9.9, 9.9), (10.1, 10.0), (1e4, 10.0), (-30.0, -30.0)])
+def test_log_ratios_are_cut_at_10_and_beyond_it_nothing_is_trained(token_level, log_ratio, cut):
+    """A negative advantage, for which the ratio is not clipped from above."""
+    old = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    inputs = {
+        "old_log_prob": old,
+        "log_prob": old + log_ratio,
+        "advantages": -torch.ones_like(old),
+        "response_mask": torch.ones_like(old, dtype=torch.bool),
+    }
+    loss, gradient, stats = ours(inputs, token_level)
+    assert stats[gspo.SEQ_RATIO].item() == pytest.approx(math.exp(cut))
+    assert loss.item() == pytest.approx(max(math.exp(cut), 1 - LOW))
+    assert gradient.any() == (0 < log_ratio < 10)
+
+
 def test_metrics_are_those_of_the_whole_batch_however_it_is_split():
     inputs = batch(8, rows=24)
     _, _, stats = ours(inputs, False)
@@ -178,18 +204,31 @@ def test_metrics_are_those_of_the_whole_batch_however_it_is_split():
     by_rank = {k: [parts[0][k] + parts[1][k], parts[2][k] + parts[3][k]] for k in parts[0]}
     assert gspo.summarise(by_rank) == pytest.approx(whole)
 
-    ratios = [math.exp((inputs["log_prob"] - inputs["old_log_prob"])[i][inputs["response_mask"][i]].mean())
-              for i in range(24) if inputs["response_mask"][i].any()]
-    advantages = [inputs["advantages"][i][inputs["response_mask"][i]].mean().item()
-                  for i in range(24) if inputs["response_mask"][i].any()]
+    ratios = [
+        math.exp((inputs["log_prob"] - inputs["old_log_prob"])[i][inputs["response_mask"][i]].mean())
+        for i in range(24)
+        if inputs["response_mask"][i].any()
+    ]
+    advantages = [
+        inputs["advantages"][i][inputs["response_mask"][i]].mean().item()
+        for i in range(24)
+        if inputs["response_mask"][i].any()
+    ]
     high = np.mean([r > 1 + HIGH and a > 0 for r, a in zip(ratios, advantages, strict=True)])
     low = np.mean([r < 1 - LOW and a < 0 for r, a in zip(ratios, advantages, strict=True)])
-    assert whole == pytest.approx({
-        f"{gspo.SEQ_RATIO}/mean": np.mean(ratios), f"{gspo.SEQ_RATIO}/min": min(ratios),
-        f"{gspo.SEQ_RATIO}/max": max(ratios), f"{gspo.SEQ_RATIO}/p05": np.quantile(ratios, 0.05),
-        f"{gspo.SEQ_RATIO}/p50": np.median(ratios), f"{gspo.SEQ_RATIO}/p95": np.quantile(ratios, 0.95),
-        gspo.CLIP_HIGH: high, gspo.CLIP_LOW: low, "actor/pg_clipfrac": high + low,
-    })
+    assert whole == pytest.approx(
+        {
+            f"{gspo.SEQ_RATIO}/mean": np.mean(ratios),
+            f"{gspo.SEQ_RATIO}/min": min(ratios),
+            f"{gspo.SEQ_RATIO}/max": max(ratios),
+            f"{gspo.SEQ_RATIO}/p05": np.quantile(ratios, 0.05),
+            f"{gspo.SEQ_RATIO}/p50": np.median(ratios),
+            f"{gspo.SEQ_RATIO}/p95": np.quantile(ratios, 0.95),
+            gspo.CLIP_HIGH: high,
+            gspo.CLIP_LOW: low,
+            "actor/pg_clipfrac": high + low,
+        }
+    )
     assert high > 0 and low > 0
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from ascend_rl import hdp_training
-from ascend_rl.hdp import QWEN3_235B, plan
-from ascend_rl.hdp_training import Ring, Share
+from ascend_rl.hdp import hdp_training
+from ascend_rl.hdp.hdp import QWEN3_235B, plan
+from ascend_rl.hdp.hdp_training import Ring, Share
+from ascend_rl.settings.switch import CannotWork
 
 PackedSeqParams = make_dataclass("PackedSeqParams", [
     f"{what}_{side}{padded}"
@@ -100,9 +101,9 @@ def test_what_does_not_work_together_is_refused(changes, transformer, mtp, said,
     monkeypatch.setenv("USE_HDP", "0")
     assert hdp_training.setup(*arguments) is None
     monkeypatch.setenv("USE_HDP", "1")
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(CannotWork, match=said) as refused:
         hdp_training.setup(*arguments)
-    assert "set USE_HDP=0" in str(refused.value)
+    assert str(refused.value).startswith("USE_HDP=1 cannot work here:\n")
     assert hdp_training.problems(ACTOR, SimpleNamespace(), None) == []
 
 
@@ -112,12 +113,12 @@ def test_the_cost_model_can_be_given(monkeypatch):
     monkeypatch.setenv("HDP_COST_MODEL", "1,2e-5,3,4,5")
     assert hdp_training.cost_model().pair == 2e-5
     monkeypatch.setenv("HDP_COST_MODEL", "1,2")
-    with pytest.raises(ValueError, match="five numbers"):
+    with pytest.raises(CannotWork, match="five numbers"):
         hdp_training.cost_model()
 
 
 def test_micro_batches_of_a_fixed_count_are_refused():
-    with pytest.raises(ValueError, match="use_dynamic_bsz=True"):
+    with pytest.raises(CannotWork, match="use_dynamic_bsz=True"):
         hdp_training.HybridDataParallel.split(SimpleNamespace(), {}, False, None, 1)
-    with pytest.raises(ValueError, match="multi-modal"):
+    with pytest.raises(CannotWork, match="multi-modal"):
         hdp_training.HybridDataParallel.split(SimpleNamespace(), {"multi_modal_inputs": []}, True, 8, 1)

@@ -25,9 +25,14 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = ROOT / "Dockerfile.vllm_ascend.mindspeed.qwen3"
 ASCEND = tomllib.loads((ROOT / "frameworks.lock").read_text())["ascend"]
-IMAGE_HOST = default_environment() | {"platform_machine": "aarch64", "sys_platform": "linux",
-                                      "platform_system": "Linux", "python_version": "3.11",
-                                      "python_full_version": "3.11.0", "extra": ""}
+IMAGE_HOST = default_environment() | {
+    "platform_machine": "aarch64",
+    "sys_platform": "linux",
+    "platform_system": "Linux",
+    "python_version": "3.11",
+    "python_full_version": "3.11.0",
+    "extra": "",
+}
 
 
 # Pins.
@@ -50,8 +55,11 @@ def test_requirements_are_pinned_and_equal_the_lock():
     assert len(PINS) > 100
     exact = re.compile(r"[A-Za-z0-9_.-]+==[^*,;\s]+")
     assert [str(r) for r in PINS.values() if not exact.fullmatch(str(r))] == []
-    expected = {name: version for name, version in ASCEND.items()
-                if name not in ("image", "cann", "hdk", "python", "mooncake")}
+    expected = {
+        name: version
+        for name, version in ASCEND.items()
+        if name not in ("image", "cann", "hdk", "python", "mooncake")
+    }
     assert {name: pinned(name) for name in expected} == expected
     for name in ("requirements.in", "requirements.txt"):
         assert f"--python-version {ASCEND['python']} " in (ROOT / name).read_text()
@@ -83,12 +91,19 @@ def test_pins_satisfy_the_frameworks(name):
     if not metadata:
         pytest.skip(f"{name} was cloned from git: its metadata is in the wheel only")
     lines = email.message_from_bytes(metadata[0].read_bytes()).get_all("Requires-Dist")
-    needs = [r for r in map(Requirement, lines) if canonicalize_name(r.name) not in LEFT_OUT[name]
-             and (r.marker is None or r.marker.evaluate(IMAGE_HOST))]
+    needs = [
+        r
+        for r in map(Requirement, lines)
+        if canonicalize_name(r.name) not in LEFT_OUT[name]
+        and (r.marker is None or r.marker.evaluate(IMAGE_HOST))
+    ]
     assert len(needs) > 10
     missing = [str(r) for r in needs if canonicalize_name(r.name) not in PINS]
-    wrong = [str(r) for r in needs if canonicalize_name(r.name) in PINS
-             and not r.specifier.contains(pinned(r.name), prereleases=True)]
+    wrong = [
+        str(r)
+        for r in needs
+        if canonicalize_name(r.name) in PINS and not r.specifier.contains(pinned(r.name), prereleases=True)
+    ]
     assert (missing, wrong) == ([], [])
 
 
@@ -124,8 +139,11 @@ def test_the_dockerfile_pins_nothing_itself():
 def copy_step(arguments: str, image: Path) -> None:
     """COPY, as far as this Dockerfile uses it: files of the context that .dockerignore does not name."""
     *sources, target = arguments.split()
-    ignored = [line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().splitlines()
-               if line and not line.startswith("#")]
+    ignored = [
+        line.removeprefix("**/")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     for source in sources:
         if source == ".":
             shutil.copytree(ROOT, image, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*ignored))
@@ -144,8 +162,12 @@ def test_the_steps_after_the_packages_run_with_what_is_copied_before_them(tmp_pa
     image, python = tmp_path / "image", tmp_path / "python"
     image.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", python], check=True)
-    shutil.copytree(ROOT / "frameworks", image / "frameworks", symlinks=True,
-                    ignore=shutil.ignore_patterns(".tmp-*", ".old-*", ".bump-*"))
+    shutil.copytree(
+        ROOT / "frameworks",
+        image / "frameworks",
+        symlinks=True,
+        ignore=shutil.ignore_patterns(".tmp-*", ".old-*", ".bump-*"),
+    )
     env = {"PATH": f"{python}/bin:{os.environ['PATH']}", "HOME": str(tmp_path), "LANG": "C.UTF-8"}
     ran = []
     for instruction, arguments in steps():
@@ -155,16 +177,27 @@ def test_the_steps_after_the_packages_run_with_what_is_copied_before_them(tmp_pa
             if not (ROOT / "frameworks/mindspeed").exists():
                 arguments = arguments.replace("&& ./download_frameworks_source_code.sh --only mindspeed", "")
             command = ["bash", "-euo", "pipefail", "-c", arguments]
-            result = subprocess.run(command, cwd=image, env=env, timeout=240, stdin=subprocess.DEVNULL,
-                                    capture_output=True, text=True, check=False)
+            result = subprocess.run(
+                command,
+                cwd=image,
+                env=env,
+                timeout=600,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             assert result.returncode == 0, result.stdout + result.stderr
             ran.append(arguments)
     assert len(ran) == 2
     packages = ("verl", "vllm", "vllm_ascend", "ascend_rl")
-    code = ("import importlib.util as u, importlib.metadata as m; print(m.version('vllm')); "
-            f"print(*(u.find_spec(name).origin for name in {packages}), sep='\\n')")
-    out = subprocess.run([python / "bin/python", "-c", code], cwd="/", env=env, check=True,
-                         capture_output=True, text=True).stdout.split()
+    code = (
+        "import importlib.util as u, importlib.metadata as m; print(m.version('vllm')); "
+        f"print(*(u.find_spec(name).origin for name in {packages}), sep='\\n')"
+    )
+    out = subprocess.run(
+        [python / "bin/python", "-c", code], cwd="/", env=env, check=True, capture_output=True, text=True
+    ).stdout.split()
     assert out[0].endswith("+empty")
     assert [Path(path).is_relative_to(image) for path in out[1:]] == [True] * 4
 
@@ -173,7 +206,8 @@ def test_the_steps_after_the_packages_run_with_what_is_copied_before_them(tmp_pa
 
 needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "-mpnf", "--mount-proc", "true"], capture_output=True).returncode != 0,
-    reason="this machine allows no mount namespaces (run as root)")
+    reason="this machine allows no mount namespaces (run as root)",
+)
 
 ASCEND_HOST = """
 mount -t tmpfs none /usr/local; mount -t tmpfs none /mnt
@@ -192,8 +226,15 @@ def run_isolated(setup: str, command: str, **env: str) -> subprocess.CompletedPr
     with tempfile.NamedTemporaryFile("w") as script:  # not -c: what it names would be in a command line
         script.write(f"set -e\nmount --make-rprivate /\nmount --bind {ROOT} /srv\n{setup}\n{command}\n")
         script.flush()
-        return subprocess.run(["unshare", "-mpnf", "--mount-proc", "bash", script.name], env=env, timeout=60,
-                              stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            ["unshare", "-mpnf", "--mount-proc", "bash", script.name],
+            env=env,
+            timeout=600,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
 
 def container(arguments: str, change_host: str = "", **env: str) -> subprocess.CompletedProcess[str]:
@@ -209,40 +250,57 @@ def test_container_gets_all_npus_the_driver_and_no_privileges():
     devices = [word.split("/")[-1] for word in words if word.startswith("--device=")]
     assert devices == [f"davinci{n}" for n in range(16)] + ["davinci_manager", "devmm_svm", "hisi_hdc"]
     volumes = {word.removeprefix("--volume=") for word in words if word.startswith("--volume=")}
-    assert {"/usr/local/Ascend/driver:/usr/local/Ascend/driver:ro", "/etc/hccn.conf:/etc/hccn.conf:ro",
-            "/mnt/data:/mnt/data"} <= volumes
+    assert {
+        "/usr/local/Ascend/driver:/usr/local/Ascend/driver:ro",
+        "/etc/hccn.conf:/etc/hccn.conf:ro",
+        "/mnt/data:/mnt/data",
+    } <= volumes
     assert {"--network=host", "--shm-size=64g"} <= set(words) and "--privileged" not in words
 
 
 @needs_namespaces
 def test_container_options():
-    result = container("--dry-run --build --mooncake --privileged --devices 2,10-12 --shm-size 1g "
-                       "qwen3 ascend-rl:1", PIP_INDEX_URL="https://example.com/a b")
+    result = container(
+        "--dry-run --build --mooncake --privileged --devices 2,10-12 --shm-size 1g qwen3 ascend-rl:1",
+        PIP_INDEX_URL="https://example.com/a b",
+    )
     assert result.returncode == 0, result.stderr
     build, run = map(shlex.split, result.stdout.splitlines())
     arguments = [word.removeprefix("--build-arg=") for word in build if word.startswith("--build-arg=")]
-    assert arguments == [f"CANN_IMAGE={ASCEND['image']}", f"MOONCAKE={ASCEND['mooncake']}",
-                         "PIP_INDEX_URL=https://example.com/a b"]
+    assert arguments == [
+        f"CANN_IMAGE={ASCEND['image']}",
+        f"MOONCAKE={ASCEND['mooncake']}",
+        "PIP_INDEX_URL=https://example.com/a b",
+    ]
     assert {name for name, _, _ in (a.partition("=") for a in arguments)} <= {
-        arguments.partition("=")[0] for instruction, arguments in steps() if instruction == "ARG"}
+        arguments.partition("=")[0] for instruction, arguments in steps() if instruction == "ARG"
+    }
     assert [word for word in run if re.search(r"davinci\d", word)] == [
-        f"--device=/dev/davinci{n}" for n in (2, 10, 11, 12)]
+        f"--device=/dev/davinci{n}" for n in (2, 10, 11, 12)
+    ]
     assert {"--privileged", "--shm-size=1g"} <= set(run)
 
 
 @needs_namespaces
-@pytest.mark.parametrize("change_host, arguments, message", [
-    ("rm /dev/davinci?*", "--dry-run a b", "no /dev/davinci"),
-    ("rm /dev/hisi_hdc", "--dry-run a b", "/dev/hisi_hdc does not exist"),
-    ("rmdir /usr/local/Ascend/driver", "--dry-run a b", f"install the Ascend driver (HDK {ASCEND['hdk']})"),
-    ("", "--dry-run --devices 14-16 a b", "/dev/davinci16 does not exist; this host has: 0 1 2"),
-    ("", "--dry-run --devices all a b", "'all' is not"),
-    ("", "--dry-run --mount data a b", "not the absolute path"),
-    ("", "--dry-run --mount /mnt/none a b", "/mnt/none: not the absolute path of a directory"),
-    ("", "--dry-run --shm-size lots a b", "--shm-size is a number"),
-    ("", "--dry-run a", "give a container name and an image"),
-    ("", "a b", "'docker' is not installed"),
-])
+@pytest.mark.parametrize(
+    "change_host, arguments, message",
+    [
+        ("rm /dev/davinci?*", "--dry-run a b", "no /dev/davinci"),
+        ("rm /dev/hisi_hdc", "--dry-run a b", "/dev/hisi_hdc does not exist"),
+        (
+            "rmdir /usr/local/Ascend/driver",
+            "--dry-run a b",
+            f"install the Ascend driver (HDK {ASCEND['hdk']})",
+        ),
+        ("", "--dry-run --devices 14-16 a b", "/dev/davinci16 does not exist; this host has: 0 1 2"),
+        ("", "--dry-run --devices all a b", "'all' is not"),
+        ("", "--dry-run --mount data a b", "not the absolute path"),
+        ("", "--dry-run --mount /mnt/none a b", "/mnt/none: not the absolute path of a directory"),
+        ("", "--dry-run --shm-size lots a b", "--shm-size is a number"),
+        ("", "--dry-run a", "give a container name and an image"),
+        ("", "a b", "'docker' is not installed"),
+    ],
+)
 def test_container_errors_say_what_to_do(change_host, arguments, message):
     result = container(arguments, change_host + "\n")
     assert result.returncode == 1 and message in result.stderr, result.stdout + result.stderr
@@ -258,8 +316,14 @@ mkdir /tmp/elsewhere; touch /tmp/elsewhere/work; ln -s /tmp/elsewhere atc_data
 touch .cache/huggingface/token .cache/vllm/notes project/work
 left() { find /tmp -mindepth 1 | sort; }
 """
-REMOVED = {"/tmp/home/.cache/pip", "/tmp/home/.cache/vllm/torch_compile_cache", "/tmp/torchinductor_root",
-           "/tmp/home/.cache/torch_extensions", "/tmp/home/kernel_meta", "/tmp/home/kernel_meta_temp_1"}
+REMOVED = {
+    "/tmp/home/.cache/pip",
+    "/tmp/home/.cache/vllm/torch_compile_cache",
+    "/tmp/torchinductor_root",
+    "/tmp/home/.cache/torch_extensions",
+    "/tmp/home/kernel_meta",
+    "/tmp/home/kernel_meta_temp_1",
+}
 RAY = {"/tmp/ray/session_2026-01-01_00-00-00_000000_11", "/tmp/ray/session_2026-01-02_00-00-00_000000_22"}
 HUB = "/tmp/home/.cache/huggingface/hub"
 
@@ -302,8 +366,10 @@ def test_cleaning_spares_a_running_ray_and_what_it_may_use():
 def test_cleaning_asks():
     """Yes to the first, no to the second; without a terminal it refuses."""
     setup = CACHES + "mkdir -p .cache/uv\n"
-    asked = run_isolated(setup, "(printf 'y\\nn\\n'; sleep 1) | "
-                                "script -qec 'bash /srv/clean_cache.sh pip' /dev/null; ls .cache")
+    asked = run_isolated(
+        setup,
+        "(printf 'y\\nn\\n'; sleep 1) | script -qec 'bash /srv/clean_cache.sh pip' /dev/null; ls .cache",
+    )
     assert asked.stdout.count("remove it? [y/N]") == 2
     assert "pip" not in asked.stdout.split("removed: 1")[1] and "uv" in asked.stdout.split("removed: 1")[1]
     refused = run_isolated(CACHES, "bash /srv/clean_cache.sh pip; true")

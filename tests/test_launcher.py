@@ -1,7 +1,7 @@
 """ray_start_npu.sh on several hosts, with real Ray and with faults.
 
 The hosts are network namespaces on one bridge, each with its own addresses and TMPDIR. They share the process
-table, so that a launcher that stopped what is not its own would be seen. TRAIN_SCRIPT is a few lines.
+table, so a launcher that stopped processes of others would be noticed. TRAIN_SCRIPT is a few lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(400)
 TOKEN = "0123456789abcdef0123456789abcdef"
 NAME = os.uname().nodename
 # Each NPU is asked where it is; every node must be among the answers, with its variables.
@@ -58,14 +57,14 @@ class Launch:
     def text(self) -> str:
         return self.console.read_text()
 
-    def until(self, wanted: str, seconds: float = 120) -> str:
+    def until(self, wanted: str, seconds: float = 300) -> str:
         end = time.monotonic() + seconds
         while wanted not in self.text():
             assert self.process.poll() is None and time.monotonic() < end, f"no {wanted!r} in:\n{self.text()}"
             time.sleep(0.05)
         return self.text()
 
-    def end(self, seconds: float = 120) -> tuple[int, str]:
+    def end(self, seconds: float = 300) -> tuple[int, str]:
         try:
             return self.process.wait(seconds), self.text()
         except subprocess.TimeoutExpired:
@@ -86,7 +85,7 @@ class Hosts:
         self.net, self.net6 = f"10.77.{number}", f"fd77:{number}:"
         self.tag = f"h{uuid.uuid4().hex[:5]}"
         self.mark = f"TEST_HOSTS={self.tag}"
-        self.tmp = Path(tempfile.mkdtemp(prefix=f"{self.tag}-"))  # short, for Ray's sockets
+        self.tmp = Path(tempfile.mkdtemp(prefix=f"{self.tag}-", dir="/tmp"))  # short, for Ray's sockets
         self.launches: list[Launch] = []
         sh(f"ip link add {self.tag}b type bridge")
         sh(f"ip link set {self.tag}b up")
@@ -108,15 +107,30 @@ class Hosts:
         """Start a command on a host."""
         dropped = ("GLOO_SOCKET_IFNAME", "VLLM_HOST_IP", "PROGRESS")  # tests/conftest.py sets the first two
         environment = {name: value for name, value in os.environ.items() if name not in dropped}
-        environment |= {"TMPDIR": str(self.tmp / str(host)), "TEST_HOSTS": self.tag, "OF_THE_NODE": str(host),
-                        "OUTPUT_DIR": str(self.directory / "out"), "LOG_DIR": str(self.directory / "logs"),
-                        "CLUSTER_TOKEN": TOKEN, "SKIP_PREFLIGHT": "1", "RAY_NUM_CPUS": "0",
-                        "RAY_OBJECT_STORE": "80000000",
-                        "LOST_DEADLINE_S": "8", "NODES_DEADLINE_S": "120", "RAY_DEADLINE_S": "120"}
+        environment |= {
+            "TMPDIR": str(self.tmp / str(host)),
+            "TEST_HOSTS": self.tag,
+            "OF_THE_NODE": str(host),
+            "OUTPUT_DIR": str(self.directory / "out"),
+            "LOG_DIR": str(self.directory / "logs"),
+            "CLUSTER_TOKEN": TOKEN,
+            "SKIP_PREFLIGHT": "1",
+            "RAY_NUM_CPUS": "0",
+            "RAY_OBJECT_STORE": "80000000",
+            "LOST_DEADLINE_S": "8",
+            "NODES_DEADLINE_S": "120",
+            "RAY_DEADLINE_S": "120",
+        }
         environment |= {name: str(value) for name, value in variables.items()}
         with console.open("w") if console else contextlib.nullcontext(subprocess.PIPE) as out:
-            return subprocess.Popen(["ip", "netns", "exec", f"{self.tag}-{host}", *command], cwd=self.root,
-                                    env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
+            return subprocess.Popen(
+                ["ip", "netns", "exec", f"{self.tag}-{host}", *command],
+                cwd=self.root,
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
 
     def launch(self, host: int, script: str = "", *flags: str, **variables) -> Launch:
         """ray_start_npu.sh on a host; MASTER_ADDR is host 1 unless given."""
@@ -131,7 +145,7 @@ class Hosts:
 
     def run(self, host: int, *command: str, **variables) -> tuple[int, str]:
         process = self.inside(host, *command, **variables)
-        text = process.communicate(timeout=120)[0]
+        text = process.communicate(timeout=600)[0]
         return process.returncode, text
 
     def processes(self, host: int | None = None) -> dict[int, str]:
@@ -194,11 +208,16 @@ def test_a_run_on_two_hosts_that_fails(hosts, tmp_path):
     assert f"NPUS {where}" in text and "Ray has 4 of 4 NPUs; training starts" in text
 
     # A second launch on either, a node too many, and one with other settings.
-    busy = (f"RAY_PORT 6379 of {h.address(1)} cannot be used (Address already in use): it belongs to "
-            "run 'out' (head")
-    for i, output, sentence in ((1, "out", "this run is on here already: run 'out' (head"), (1, "new", busy),
-                                (2, "out", "this run is on here already: run 'out' (worker"),
-                                (3, "out", "refuses this node: the run has its 2 nodes and has begun")):
+    busy = (
+        f"RAY_PORT 6379 of {h.address(1)} cannot be used (Address already in use): it belongs to "
+        "run 'out' (head"
+    )
+    for i, output, sentence in (
+        (1, "out", "this run is on here already: run 'out' (head"),
+        (1, "new", busy),
+        (2, "out", "this run is on here already: run 'out' (worker"),
+        (3, "out", "refuses this node: the run has its 2 nodes and has begun"),
+    ):
         code, text = h.launch(i, script, NPUS_PER_NODE=2, OUTPUT_DIR=tmp_path / output).end()
         assert code == 1 and sentence in text, text
     code, text = h.run(1, "bash", "ray_start_npu.sh", "--status")
@@ -280,12 +299,11 @@ def test_a_pulled_cable(hosts):
     h = hosts(2)
     head, worker = h.launch(1, NNODES=3, LOST_DEADLINE_S=3), h.launch(2, NNODES=3, LOST_DEADLINE_S=3)
     worker.until("waiting for the other nodes")
-    head.until(f"2 of 3 nodes are here: {NAME} ({h.address(1)}), {NAME} ("
-               f"{h.address(2)}); 1 missing")
+    head.until(f"2 of 3 nodes are here: {NAME} ({h.address(1)}), {NAME} ({h.address(2)}); 1 missing")
     sh(f"ip link set {h.tag}v2 down")
     code, text = worker.end()
-    assert code == 1 and f"ERROR: the head {h.address(1)} is lost: not a sign of life for 3 s" in text
-    end = time.monotonic() + 10
+    assert code == 1 and f"ERROR: the head {h.address(1)} is lost: no sign of life for 3 s" in text
+    end = time.monotonic() + 300
     while head.text().count("1 of 3 nodes are here") < 2:
         assert time.monotonic() < end, head.text()
         time.sleep(0.1)
@@ -354,8 +372,11 @@ def test_dry_run_with_cann_and_jemalloc(hosts, tmp_path):
     code, text = h.run(1, "unshare", "-m", "bash", "-euc", prepare, str(script), MASTER_ADDR=h.address(1))
     assert code == 0, text
     assert "CANN        /cann\n" in text and "preloaded   /usr/local/lib/libjemalloc.so.2\n" in text
-    for line in (f"this node   head, {h.address(1)} on eth0", f"variable    HCCL_IF_IP={h.address(1)}",
-                 f"trains      bash {script} a=1"):
+    for line in (
+        f"this node   head, {h.address(1)} on eth0",
+        f"variable    HCCL_IF_IP={h.address(1)}",
+        f"trains      bash {script} a=1",
+    ):
         assert f"{line}\n" in text
     assert TOKEN not in text
     assert sorted(tmp_path.iterdir()) == [script]

@@ -1,8 +1,8 @@
-"""ascend_rl.lint: each mistake in tests/samples/lint is found, and its correction has no finding left.
+"""preflight/lint.py: each mistake in tests/samples/lint is found, and its correction has no finding left.
 
 A sample holds both versions: lines that end in "#-" are the mistake, lines that end in "#+" its correction.
-Its first line names what must be found, exactly; "?" marks what may be found too. The clean runs they start
-from are megatron.bash and fsdp.bash. Rules that need no script of their own are tested by overrides on them.
+Its first line names exactly what must be found; "?" marks what may also be found. The clean runs that samples
+start from are megatron.bash and fsdp.bash. Rules that need no sample are tested by overrides on these.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from ascend_rl import lint as linter
-from ascend_rl import lint_options
-from ascend_rl.dry_run import dry_run
-from ascend_rl.findings import Finding
-from ascend_rl.lint_engines import piecewise_limit
-from ascend_rl.lint_script import PLACEHOLDER
-from ascend_rl.lint_setup import MODELS, RULES, Geometry, Setup
-from ascend_rl.lint_sizes import SIZES
-from ascend_rl.tuning import LANGUAGES, markdown, table
-from ascend_rl.verl_config import package, resolve
+from ascend_rl.preflight import lint as linter
+from ascend_rl.preflight import lint_options
+from ascend_rl.preflight.dry_run import dry_run
+from ascend_rl.preflight.findings import Finding
+from ascend_rl.preflight.lint_engines import piecewise_limit
+from ascend_rl.preflight.lint_script import PLACEHOLDER
+from ascend_rl.preflight.lint_setup import RULES, Setup, checkpoint
+from ascend_rl.preflight.lint_sizes import SIZES
+from ascend_rl.preflight.tuning import LANGUAGES, markdown, table
+from ascend_rl.preflight.verl_config import package, resolve
+from ascend_rl.settings.model import Model
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = sorted((ROOT / "tests/samples/lint").glob("*.bash"))
@@ -263,13 +264,36 @@ def test_options_of_mindspeed_are_those_of_its_sources(mindspeed, on_base):
 
     def found() -> dict[str, set[str]]:
         hits = [f for f in linter.lint(script, None, words) if f.check.startswith("options.")]
-        return {check: {f.where.rpartition(".")[2] for f in hits if f.check == check} for check in
-                ("options.transformer", "options.unchecked")}
+        return {
+            check: {f.where.rpartition(".")[2] for f in hits if f.check == check}
+            for check in ("options.transformer", "options.unchecked")
+        }
 
     assert found() == {"options.transformer": set(), "options.unchecked": set(names)}
-    mindspeed("group.add_argument('--swap-attention-x', action='store_true')\n"
-              "if args.ring_depth > 1 or getattr(config, 'noop_rows', 0): pass\n")
+    mindspeed(
+        "group.add_argument('--swap-attention-x', action='store_true')\n"
+        "if args.ring_depth > 1 or getattr(config, 'noop_rows', 0): pass\n"
+    )
     assert found() == {"options.transformer": {"swap_attentionx"}, "options.unchecked": set()}
+
+
+HEADS = [  # (rule, model, TP, whether it is refused)
+    ("parallel.kv_heads", "qwen3-235b-a22b", 4, False),
+    ("parallel.kv_heads", "qwen3-235b-a22b", 8, True),  # 64 heads and 4 KV heads
+    ("parallel.kv_heads", "qwen3-14b", 5, True),
+    ("parallel.rollout_heads", "qwen3-235b-a22b", 8, False),  # each KV head on two dies
+    ("parallel.rollout_heads", "qwen3-14b", 8, False),
+    ("parallel.rollout_heads", "qwen3-14b", 10, True),  # divides 40 heads, but not 8 KV heads
+    ("parallel.rollout_heads", "qwen2.5-7b", 8, True),  # a multiple of 4 KV heads, but not a divisor of 28
+]
+
+
+@pytest.mark.parametrize(("rule", "model", "tp", "refused"), HEADS)
+def test_heads_and_tp(rule, model, tp, refused, on_base):
+    key = f"{MEGATRON}.tensor_model_parallel_size" if rule == "parallel.kv_heads" else None
+    words = [f"{key or f'{ROLLOUT}.tensor_model_parallel_size'}={tp}"]
+    found = linter.lint(on_base("megatron"), None, [f"actor_rollout_ref.model.path=/x/{model}", *words])
+    assert (rule in checks(found)) is refused
 
 
 def test_every_rule_is_tried():
@@ -288,6 +312,13 @@ def test_every_rule_is_tried():
     assert {rule.id for rule in RULES} <= tried
     assert len({rule.id for rule in RULES}) == len(RULES)
     assert {rule.severity for rule in RULES} == {"error", "warning", "info"}
+
+
+def test_the_page_says_what_the_rules_check():
+    page = (ROOT / "docs/preflight.md").read_text()
+    rows = set(re.findall(r"^\| `([a-z]+\.[a-z_]+)` \| (\w+) \| (.+) \|$", page, re.M))
+    for rule in RULES:
+        assert (rule.id, rule.severity, rule.checks) in {(*row[:2], row[2].replace("`", "")) for row in rows}
 
 
 @pytest.mark.parametrize(
@@ -374,7 +405,7 @@ def test_unset_variables_are_named_with_their_lines(tmp_path):
 
 
 def test_a_script_that_waits_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr("ascend_rl.dry_run.TIMEOUT_S", 1)
+    monkeypatch.setattr("ascend_rl.preflight.dry_run.TIMEOUT_S", 1)
     script = tmp_path / "train.sh"
     script.write_text("until ray status | grep -q NPU; do sleep 5; done\npython -m verl.trainer.main_ppo\n")
     assert "waits for something" in dry_run(script).errors
@@ -432,17 +463,19 @@ def test_nearest_names():
     assert f"{ROLLOUT}.max_model_len?" in fix(f"+{ROLLOUT}.max_model_length=1")
 
 
-def test_geometry_is_read_from_the_checkpoint_if_there_is_one(tiny):
+def test_geometry_is_read_from_the_checkpoint_if_there_is_one(tiny, tmp_path):
     config = json.loads((tiny / "model/config.json").read_text())
-    geometry = Geometry.of(str(tiny / "model"))
-    assert (geometry.layers, geometry.kv_heads) == (
-        config["num_hidden_layers"],
-        config["num_key_value_heads"],
-    )
-    assert Geometry.of("/data/Qwen3-235B-A22B-hf") == MODELS["qwen3-235b-a22b"]
-    assert (
-        Geometry.of("/data/Qwen25-3B-Instruct") == MODELS["qwen2.5-3b"] and Geometry.of("/data/other") is None
-    )
+    model = checkpoint(str(tiny / "model"))
+    assert (model.layers, model.kv_heads) == (config["num_hidden_layers"], config["num_key_value_heads"])
+    assert checkpoint("/data/Qwen3-235B-A22B-hf") == Model.named("qwen3-235b-a22b")
+    assert checkpoint("/data/Qwen25-3B-Instruct") == Model.named("qwen2.5-3b")
+    assert checkpoint("/data/other") is None
+    other = tmp_path / "qwen3-8b"  # what is in the directory counts, not its name
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "other", "num_hidden_layers": 7}))
+    assert checkpoint(str(other)).layers == 7 and checkpoint(str(other), ("qwen3",)) is None
+    (other / "config.json").write_text("{}")
+    assert checkpoint(str(other)) is None
 
 
 @pytest.mark.parametrize("aiv", [False, True])
@@ -453,7 +486,7 @@ def test_the_graph_limit_is_that_of_vllm_ascend(model, aiv, monkeypatch):
     tree = ast.parse(source)
     tree.body = [node for node in tree.body if getattr(node, "name", "") == "update_aclgraph_sizes"]
     tree.body[0].args.args[0].annotation = None
-    kept, geometry = [], MODELS[model]
+    kept, geometry = [], Model.named(model)
     names = {
         "os": os,
         "math": math,
@@ -491,7 +524,7 @@ def test_the_graph_limit_is_that_of_vllm_ascend(model, aiv, monkeypatch):
 
 def test_the_command_fails_on_errors_and_prints_json(tmp_path):
     sample = version(next(path for path in MISTAKES if path.stem == "cp_too_large"), "#-", "#+", tmp_path)
-    command = [sys.executable, "-m", "ascend_rl.lint", sample, "trainer.save_freq=-1", "--json"]
+    command = [sys.executable, "-m", "ascend_rl.preflight.lint", sample, "trainer.save_freq=-1", "--json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert [entry["check"] for entry in json.loads(result.stdout)] == ["parallel.world"]
@@ -517,7 +550,7 @@ def test_a_clean_run_exits_0(on_base, capsys):
 def test_the_tuning_guide_is_up_to_date(language):
     name = "docs/tuning.md" if language == "en" else f"docs/tuning.{language}.md"
     assert (ROOT / name).read_text(encoding="utf-8") == markdown(language), (
-        f"run: python -m ascend_rl.tuning, see {name}"
+        f"run: python -m ascend_rl.preflight.tuning, see {name}"
     )
     for entry in table():
         assert all(
@@ -549,7 +582,7 @@ def test_the_keys_of_the_table_exist():
         resolve("verl.trainer.main_ppo", [f"--config-name={name}"]).config
         for name in ("ppo_trainer", "ppo_megatron_trainer")
     ]
-    from ascend_rl.verl_config import keys
+    from ascend_rl.preflight.verl_config import keys
 
     known = {key for config in resolved for key in keys(config)}
     for entry in table():

@@ -1,5 +1,4 @@
-"""ascend_rl.moe_update_weights: expert weights get the shapes of loading back, whichever of them is
-square."""
+"""ascend_rl.weights.moe_update_weights: expert weights return to the shapes for loading, even square ones."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ascend_rl.moe_update_weights import to_loading_layout
+from ascend_rl.weights.moe_update_weights import to_loading_layout
 
 
 def make_layer(hidden: int, intermediate: int):

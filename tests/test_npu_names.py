@@ -1,4 +1,4 @@
-"""What our patches and modules use of torch_npu exists in the pinned wheel."""
+"""Every torch_npu name that our patches and modules use exists in the pinned wheel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_names_of_torch_npu(root):
     names["torch_npu"] |= operators["npu"] | set(known["atb names"]["torch_npu"])
     names["torch_npu.atb"] = set(known["atb names"]["torch_npu.atb"])
     used, missing = set(), []
-    for path in [*root.glob("patches/*/*.patch"), *root.glob("ascend_rl/*.py")]:
+    for path in [*root.glob("patches/*/*.patch"), *root.glob("ascend_rl/*/*.py")]:
         text = path.read_text()
         if path.suffix == ".patch":
             text = "\n".join(line[1:] for line in text.splitlines() if re.match(r"\+(?!\+\+ )", line))

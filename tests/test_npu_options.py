@@ -1,4 +1,4 @@
-"""Which options of the rollout engine contradict each other, and what the engine is given."""
+"""Which options of the rollout engine contradict each other, and which the engine receives."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from ascend_rl.npu_options import DOMAINS, EXPANSION_MODES, conflicts, engine_options, expansion_mode
+from ascend_rl.rollout.npu_options import (
+    DOMAINS,
+    EXPANSION_MODES,
+    conflicts,
+    engine_options,
+    expansion_mode,
+    graph_mode,
+)
+from ascend_rl.settings.switch import CannotWork
 
 SAM = {"method": "sam", "num_speculative_tokens": 3}
 
 
-def rollout(eager=False, tp=1, mtp=False):
+def rollout(eager=False, tp=1, mtp=False, mtp_model=False):
     return SimpleNamespace(
         enforce_eager=eager,
         tensor_model_parallel_size=tp,
-        mtp=SimpleNamespace(enable=mtp, enable_rollout=mtp),
+        mtp=SimpleNamespace(enable=mtp or mtp_model, enable_rollout=mtp),
     )
 
 
@@ -76,6 +84,7 @@ CONFLICTS = {
     "too long for the operator": (drafts(16), {}, "at most 15"),
     "FULL with drafts": (drafts(3, compilation_config=FULL), {}, "FULL_DECODE_ONLY"),
     "no common stride": (drafts(4), {"shared_by": 8}, "FLASHCOMM1"),
+    "no common stride with two": (drafts(2), {"shared_by": 2}, "FLASHCOMM1"),
     "an unknown domain": (extra(hccl_op_expansion_mode={"mc2": "AIV"}), {}, "one of world"),
     "an unknown mode": (extra(hccl_op_expansion_mode={"tp": "AICPU"}), {}, "AI_CPU"),
     "no domain": (extra(hccl_op_expansion_mode="AIV"), {}, "tp=AI_CPU"),
@@ -88,9 +97,9 @@ def test_what_contradicts_is_refused(name):
     found = conflicts(options, npu=True, **facts)
     assert len(found) == 1 and said in " ".join(found[0])
     facts = {"tp": facts.pop("shared_by", 1)} | facts
-    with pytest.raises(ValueError, match="contradict") as error:
+    with pytest.raises(CannotWork, match="engine_kwargs.vllm cannot work") as error:
         engine_options(options, rollout(**facts), "npu", {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"})
-    assert f"engine_kwargs.vllm.{found[0][0]}: " in str(error.value)
+    assert str(error.value).splitlines()[1:] == ["  {}: {}; {}".format(*found[0])]
 
 
 @pytest.mark.parametrize("options", [
@@ -105,6 +114,27 @@ def test_what_contradicts_is_refused(name):
 @pytest.mark.parametrize("shared_by", [1, 4, 8])
 def test_what_fits_is_not_refused(options, shared_by):
     assert conflicts(options, npu=True, shared_by=shared_by) == []
+
+
+@pytest.mark.parametrize("count", [1, 15])
+def test_as_many_drafts_as_the_operator_takes_fit(count):
+    assert conflicts(drafts(count), npu=True) == []
+
+
+def test_ranks_share_a_batch_with_flashcomm_only():
+    for environ in ({}, {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "0"}):
+        engine_options(drafts(4), rollout(tp=8), "npu", environ)
+    with pytest.raises(CannotWork, match="give 1 or 0"):
+        engine_options({}, rollout(), "npu", {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "on"})
+
+
+def test_mtp_that_is_trained_but_not_used_by_the_rollout_contradicts_nothing():
+    assert engine_options(drafts(3), rollout(mtp_model=True), "cpu", {}) == drafts(3)
+
+
+def test_graphs_are_full_unless_eager():
+    assert graph_mode({}, npu=True) == "FULL_DECODE_ONLY"
+    assert graph_mode({}, npu=True, eager=True) == graph_mode({}, npu=False) == "FULL_AND_PIECEWISE"
 
 
 def test_settings_of_npus_are_not_judged_elsewhere():

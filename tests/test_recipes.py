@@ -1,8 +1,8 @@
-"""Every recipe of internal/: its configuration is what verl accepts, what was published, and fits the dies.
+"""Every recipe of internal/: verl accepts its configuration, which is as published and fits the dies.
 
-Nothing runs here; tests/e2e/test_recipes_smoke.py runs them. SMOKE=1 may change sizes and devices and
-nothing else: the keys it may touch are listed below, and how each recipe without a code path of its own
-differs from one that has it.
+Nothing runs here; tests/e2e/test_recipes_smoke.py runs them. SMOKE=1 may change only sizes and devices: the
+keys it may touch are listed below, and so is how each recipe without a code path of its own differs from one
+that has it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from ascend_rl.lint import lint
+from ascend_rl.preflight.lint import lint
 
 INTERNAL = Path(__file__).resolve().parent.parent / "internal"
 NAMES = sorted(p.stem.removeprefix("train_") for p in INTERNAL.glob("train_*.sh") if "tiny" not in p.stem)
@@ -50,7 +50,8 @@ trainer.nnodes trainer.n_gpus_per_node
 trainer.total_training_steps trainer.val_before_train trainer.test_freq trainer.save_freq
 trainer.resume_mode
 """.split()
-DEVICE = """
+DEVICE = (
+    """
 trainer.device actor_rollout_ref.rollout.dtype actor_rollout_ref.rollout.enforce_eager
 actor_rollout_ref.rollout.free_cache_engine actor_rollout_ref.rollout.enable_sleep_mode
 actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend
@@ -61,35 +62,66 @@ actor_rollout_ref.model.use_remove_padding actor_rollout_ref.model.override_conf
 actor_rollout_ref.actor.fsdp_config.dtype actor_rollout_ref.actor.fsdp_config.param_offload
 actor_rollout_ref.actor.fsdp_config.optimizer_offload actor_rollout_ref.ref.fsdp_config.param_offload
 actor_rollout_ref.ref.fsdp_config.dtype
-""".split() + [f"{TRANSFORMER}.{key}" for key in """
+""".split()
+    + [
+        f"{TRANSFORMER}.{key}"
+        for key in """
 use_flash_attn use_fused_rotary_pos_emb use_fused_swiglu swap_optimizer context_parallel_size
 context_parallel_algo cp_window_size use_cp_send_recv_overlap use_fused_ring_attention_update
 moe_alltoall_overlap_comm moe_zero_memory gemm_gradient_accumulation_fusion seq_length
 pipeline_num_transformer_layers moe_permute_fusion num_layers_in_first_pipeline_stage
 num_layers_in_last_pipeline_stage
-""".split()]
+""".split()
+    ]
+)
 NAMING = {"trainer.experiment_name", "trainer.default_local_dir"}
 
 # Recipes with no code path of their own: the one that has it, and how its smoke run differs from that one's.
 DAPO_LOSS = {
-    "algorithm.kl_ctrl.kl_coef", "algorithm.rollout_correction.rollout_is",
-    "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_coef",
-    "actor_rollout_ref.actor.clip_ratio_high", "actor_rollout_ref.actor.clip_ratio_c",
-    "reward.reward_manager.name", "reward.reward_kwargs.max_resp_len", "algorithm.filter_groups.enable",
-    *(f"reward.reward_kwargs.overlong_buffer_cfg.{key}"
-      for key in ("enable", "len", "penalty_factor", "log")),
+    "algorithm.kl_ctrl.kl_coef",
+    "algorithm.rollout_correction.rollout_is",
+    "actor_rollout_ref.actor.use_kl_loss",
+    "actor_rollout_ref.actor.kl_loss_coef",
+    "actor_rollout_ref.actor.clip_ratio_high",
+    "actor_rollout_ref.actor.clip_ratio_c",
+    "reward.reward_manager.name",
+    "reward.reward_kwargs.max_resp_len",
+    "algorithm.filter_groups.enable",
+    *(
+        f"reward.reward_kwargs.overlong_buffer_cfg.{key}"
+        for key in ("enable", "len", "penalty_factor", "log")
+    ),
 }
-GSPO_LOSS = {"actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.loss_agg_mode",
-             "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"}
+GSPO_LOSS = {
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "actor_rollout_ref.actor.loss_agg_mode",
+    "actor_rollout_ref.actor.clip_ratio_low",
+    "actor_rollout_ref.actor.clip_ratio_high",
+}
 TWINS = {
-    "grpo_qwen3_235b_128die_random_init": ("grpo_qwen3_235b_128die_true_weight", {
-        "actor_rollout_ref.actor.load_weight", "actor_rollout_ref.ref.load_weight",
-        "actor_rollout_ref.actor.use_dynamic_bsz", "actor_rollout_ref.rollout.gpu_memory_utilization",
-        *(f"actor_rollout_ref.{part}.megatron.{key}" for part in ("actor", "ref")
-          for key in ("use_dist_checkpointing", "dist_checkpointing_path"))}),
-    "gspo_qwen3_235b_128die_true_weight": ("grpo_qwen3_235b_128die_true_weight", GSPO_LOSS | {
-        "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_coef",
-        "data.train_batch_size"}),
+    "grpo_qwen3_235b_128die_random_init": (
+        "grpo_qwen3_235b_128die_true_weight",
+        {
+            "actor_rollout_ref.actor.load_weight",
+            "actor_rollout_ref.ref.load_weight",
+            "actor_rollout_ref.actor.use_dynamic_bsz",
+            "actor_rollout_ref.rollout.gpu_memory_utilization",
+            *(
+                f"actor_rollout_ref.{part}.megatron.{key}"
+                for part in ("actor", "ref")
+                for key in ("use_dist_checkpointing", "dist_checkpointing_path")
+            ),
+        },
+    ),
+    "gspo_qwen3_235b_128die_true_weight": (
+        "grpo_qwen3_235b_128die_true_weight",
+        GSPO_LOSS
+        | {
+            "actor_rollout_ref.actor.use_kl_loss",
+            "actor_rollout_ref.actor.kl_loss_coef",
+            "data.train_batch_size",
+        },
+    ),
     "dapo_qwen3_32b_32die_true_weight": ("grpo_qwen3_32b_32die_true_weight", DAPO_LOSS),
     "grpo_qwen3_30b_a3b_16die_true_weight": ("gspo_qwen3_30b_a3b_16die_true_weight", GSPO_LOSS),
     "gspo_qwen2_5_3b_8die_fsdp": ("gspo_qwen2_5_3b_8die_async_server", set()),
@@ -98,8 +130,13 @@ TWINS = {
 
 def dry_run(name: str, **variables: str) -> subprocess.CompletedProcess:
     environment = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NPUS_PER_NODE", "SMOKE")}
-    return subprocess.run(["bash", INTERNAL / f"train_{name}.sh"], capture_output=True, text=True, timeout=60,
-                          env=environment | {"DRY_RUN": "1"} | variables)
+    return subprocess.run(
+        ["bash", INTERNAL / f"train_{name}.sh"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment | {"DRY_RUN": "1"} | variables,
+    )
 
 
 def resolve(arguments: list[str]):
@@ -115,6 +152,7 @@ def resolve(arguments: list[str]):
 @pytest.fixture(scope="module")
 def lists() -> dict[tuple[str, bool], list[str]]:
     """(recipe, smoke) -> its arguments."""
+
     def arguments(case):
         run = dry_run(case[0], SMOKE=str(int(case[1])))
         assert run.returncode == 0, run.stderr
@@ -169,7 +207,10 @@ def test_verl_accepts_the_configuration(configs, name, smoke):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_linter_has_nothing_against_it(name):
+def test_the_linter_has_nothing_against_it(name, monkeypatch):
+    """Wherever this checkout is: one below /tmp is on no storage that nodes share."""
+    for variable in ("MODEL_PATH", "DIST_CKPT_PATH", "OUTPUT_DIR"):
+        monkeypatch.setenv(variable, f"/shared/{variable.lower()}")
     kind = "2_5_3b" if "2_5" in name else next(kind for kind in ("235b", "30b_a3b", "32b") if kind in name)
     environment = next(INTERNAL.glob(f"qwen*{kind}_env.sh"))
     found = lint(INTERNAL / f"train_{name}.sh", environment)
@@ -206,8 +247,11 @@ def test_the_model_fits_the_dies(configs, name):
         data_parallel = dies // cut
     if actor.use_dynamic_bsz:
         reference = config.actor_rollout_ref.ref
-        budgets = (actor.ppo_max_token_len_per_gpu, reference.log_prob_max_token_len_per_gpu,
-                   rollout.log_prob_max_token_len_per_gpu)
+        budgets = (
+            actor.ppo_max_token_len_per_gpu,
+            reference.log_prob_max_token_len_per_gpu,
+            rollout.log_prob_max_token_len_per_gpu,
+        )
         assert all(budget * cut >= longest for budget in budgets)
     assert data.train_batch_size % actor.ppo_mini_batch_size == 0
     assert actor.ppo_mini_batch_size * rollout.n % data_parallel == 0
@@ -227,23 +271,62 @@ def test_the_model_fits_the_dies(configs, name):
 GRAPHS_235B, GRAPHS_DAPO, GRAPHS_32B = [32, 64, 128, 256], [8, 16, 32, 64], [16, 32, 64, 128]
 
 
-@pytest.mark.parametrize(("name", "published"), {
-    "grpo_qwen3_235b_128die_random_init": (8, 32768, 512, 256, GRAPHS_235B, .85, (4, 4, 8, 32), (4, 32, 128)),
-    "grpo_qwen3_235b_128die_true_weight": (8, 32768, 512, 256, GRAPHS_235B, .87, (4, 4, 4, 32), (4, 32, 128)),
-    "dapo_qwen3_235b_128die_true_weight": (8, 34816, 128, 64, GRAPHS_DAPO, .85, (4, 4, 4, 32), (4, 32, 128)),
-    "grpo_qwen3_32b_32die_true_weight": (2, 34816, 32, 128, GRAPHS_32B, .87, (8, 2, 2, 1), (8, 1, 1)),
-    "dapo_qwen3_32b_32die_true_weight": (2, 34816, 32, 128, GRAPHS_32B, .87, (8, 2, 2, 1), (8, 1, 1)),
-}.items())
+@pytest.mark.parametrize(
+    ("name", "published"),
+    {
+        "grpo_qwen3_235b_128die_random_init": (
+            8,
+            32768,
+            512,
+            256,
+            GRAPHS_235B,
+            0.85,
+            (4, 4, 8, 32),
+            (4, 32, 128),
+        ),
+        "grpo_qwen3_235b_128die_true_weight": (
+            8,
+            32768,
+            512,
+            256,
+            GRAPHS_235B,
+            0.87,
+            (4, 4, 4, 32),
+            (4, 32, 128),
+        ),
+        "dapo_qwen3_235b_128die_true_weight": (
+            8,
+            34816,
+            128,
+            64,
+            GRAPHS_DAPO,
+            0.85,
+            (4, 4, 4, 32),
+            (4, 32, 128),
+        ),
+        "grpo_qwen3_32b_32die_true_weight": (2, 34816, 32, 128, GRAPHS_32B, 0.87, (8, 2, 2, 1), (8, 1, 1)),
+        "dapo_qwen3_32b_32die_true_weight": (2, 34816, 32, 128, GRAPHS_32B, 0.87, (8, 2, 2, 1), (8, 1, 1)),
+    }.items(),
+)
 def test_published_parameters(configs, name, published):
     config = configs[name, False]
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     m = actor.megatron
     assert published == (
-        config.trainer.nnodes, config.data.max_response_length, config.data.train_batch_size,
-        rollout.max_num_seqs, rollout.cudagraph_capture_sizes, rollout.gpu_memory_utilization,
-        (m.tensor_model_parallel_size, m.pipeline_model_parallel_size, m.context_parallel_size,
-         m.expert_model_parallel_size),
-        (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.expert_parallel_size))
+        config.trainer.nnodes,
+        config.data.max_response_length,
+        config.data.train_batch_size,
+        rollout.max_num_seqs,
+        rollout.cudagraph_capture_sizes,
+        rollout.gpu_memory_utilization,
+        (
+            m.tensor_model_parallel_size,
+            m.pipeline_model_parallel_size,
+            m.context_parallel_size,
+            m.expert_model_parallel_size,
+        ),
+        (rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.expert_parallel_size),
+    )
     assert (config.data.max_prompt_length, rollout.n, rollout.temperature) == (2048, 16, 0.9)
     assert (actor.optim.lr, actor.optim.clip_grad) == (1e-6, 10000)
     assert (rollout.top_k, rollout.top_p) == ((50, 0.9) if "235b" in name else (-1, 1))
@@ -278,8 +361,9 @@ def test_a_twin_differs_by_what_is_listed(configs, name):
 
 
 def test_the_twins_differ_by_what_their_names_say(configs):
-    engine, legacy, server = (configs[f"gspo_qwen2_5_3b_8die_{kind}", False]
-                              for kind in ("engine_workers", "fsdp", "async_server"))
+    engine, legacy, server = (
+        configs[f"gspo_qwen2_5_3b_8die_{kind}", False] for kind in ("engine_workers", "fsdp", "async_server")
+    )
     assert differences(engine, legacy) - NAMING == {"trainer.use_legacy_worker_impl", "trainer.save_freq"}
     assert differences(server, legacy) - NAMING == {"trainer.save_freq"}
     gspo, grpo = (configs[f"{kind}_qwen3_30b_a3b_16die_true_weight", False] for kind in ("gspo", "grpo"))
@@ -292,13 +376,28 @@ def test_four_nodes_give_the_published_layout_of_the_30b():
     assert config.actor_rollout_ref.rollout.data_parallel_size == 8
 
 
-@pytest.mark.parametrize(("name", "variables", "message"), [
-    ("grpo_qwen3_235b_128die_true_weight", {"NNODES": "3"}, "multiple of TP x PP x CP = 4 x 4 x 4: 48"),
-    ("grpo_qwen3_235b_128die_random_init", {"NNODES": "16"}, "128 experts over 256 dies"),
-    ("grpo_qwen3_32b_32die_true_weight", {"NPUS_PER_NODE": "8"}, "multiple of TP x PP x CP = 8 x 2 x 2: 16"),
-    ("gspo_qwen3_32b_64die_true_weight", {"DRY_RUN": "0"}, "bash download_weights.sh Qwen/Qwen3-32B --out"),
-    ("gspo_qwen2_5_3b_8die_fsdp", {"DRY_RUN": "0", "MODEL_PATH": "data/tiny/model"}, "ascend_rl.data gsm8k"),
-])
+@pytest.mark.parametrize(
+    ("name", "variables", "message"),
+    [
+        ("grpo_qwen3_235b_128die_true_weight", {"NNODES": "3"}, "multiple of TP x PP x CP = 4 x 4 x 4: 48"),
+        ("grpo_qwen3_235b_128die_random_init", {"NNODES": "16"}, "128 experts over 256 dies"),
+        (
+            "grpo_qwen3_32b_32die_true_weight",
+            {"NPUS_PER_NODE": "8"},
+            "multiple of TP x PP x CP = 8 x 2 x 2: 16",
+        ),
+        (
+            "gspo_qwen3_32b_64die_true_weight",
+            {"DRY_RUN": "0"},
+            "bash download_weights.sh Qwen/Qwen3-32B --out",
+        ),
+        (
+            "gspo_qwen2_5_3b_8die_fsdp",
+            {"DRY_RUN": "0", "MODEL_PATH": "data/tiny/model"},
+            "ascend_rl.data gsm8k",
+        ),
+    ],
+)
 def test_what_is_missing_or_does_not_fit_is_said(tiny, root, tmp_path, name, variables, message):
     paths = {"MODEL_PATH": str(tmp_path), "TRAIN_FILE": str(tmp_path / "none")} | variables
     paths["MODEL_PATH"] = str(root / paths["MODEL_PATH"])
@@ -309,8 +408,9 @@ def test_what_is_missing_or_does_not_fit_is_said(tiny, root, tmp_path, name, var
 def test_environments_differ_between_a2_and_a3_and_yield_to_the_user():
     def environment(name: str, **variables: str) -> dict[str, str]:
         command = ["bash", "-euo", "pipefail", "-c", f". {INTERNAL}/{name}_env.sh; env -0"]
-        run = subprocess.run(command, capture_output=True, text=True, check=True,
-                             env={"PATH": "/usr/bin:/bin"} | variables)
+        run = subprocess.run(
+            command, capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin"} | variables
+        )
         return dict(entry.split("=", 1) for entry in run.stdout.split("\0") if "=" in entry)
 
     a3, a2 = environment("qwen3_235b"), environment("qwen3_235b", NPU_SERIES="a2")

@@ -1,4 +1,4 @@
-"""Rejection sampling: equal to a plain loop, and the emitted tokens have the target's distribution."""
+"""Rejection sampling equals a plain loop, and the emitted tokens have the target's distribution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from ascend_rl.rejection_sampler import draw, expand, rejection_sample, vllm_rejection_sample
+from ascend_rl.speculation.rejection_sampler import draw, expand, rejection_sample, vllm_rejection_sample
 
 VOCABULARY = 4
 
@@ -53,15 +53,26 @@ def test_equals_a_loop(lengths, mode, with_draft_probs, seed):
     greedy = {"greedy": True, "random": False, "both": torch.rand(requests) < 0.5}[mode]
     random = {} if mode == "greedy" else {"uniform": uniform, "exponential": exponential}
     ours = rejection_sample(
-        drafts, torch.tensor(lengths), target, bonus, max_draft_tokens=max(lengths), greedy=greedy,
-        draft_probs=draft_probs, **random,
+        drafts,
+        torch.tensor(lengths),
+        target,
+        bonus,
+        max_draft_tokens=max(lengths),
+        greedy=greedy,
+        draft_probs=draft_probs,
+        **random,
     )
     greedy = torch.as_tensor(greedy).expand(requests).tolist()
     assert ours.shape == (requests, max(lengths) + 1) and ours.dtype == torch.int32
     for row, end in enumerate(itertools.accumulate(lengths)):
         own = slice(end - lengths[row], end)
         expected = one_request(
-            drafts[own].tolist(), target[own], int(bonus[row]), greedy[row], uniform[own], exponential[row],
+            drafts[own].tolist(),
+            target[own],
+            int(bonus[row]),
+            greedy[row],
+            uniform[own],
+            exponential[row],
             draft_probs[own] if with_draft_probs else None,
         )
         assert ours[row].tolist() == expected + [-1] * (max(lengths) + 1 - len(expected))
@@ -91,8 +102,14 @@ def test_emits_the_target_distribution(with_draft_probs, length):
     bonus = torch.multinomial(target_of(length, drafts[:, 0]), 1)
     uniform, exponential = draw([length] * rows, VOCABULARY, {}, torch.device("cpu"))
     emitted = rejection_sample(
-        drafts.flatten(), torch.full((rows,), length), target.flatten(0, 1), bonus, max_draft_tokens=length,
-        uniform=uniform, exponential=exponential, draft_probs=draft_probs,
+        drafts.flatten(),
+        torch.full((rows,), length),
+        target.flatten(0, 1),
+        bonus,
+        max_draft_tokens=length,
+        uniform=uniform,
+        exponential=exponential,
+        draft_probs=draft_probs,
     ).long()
     # Where only one token came out, the next step samples the second one without a draft.
     second = torch.where(
@@ -107,10 +124,32 @@ def test_emits_the_target_distribution(with_draft_probs, length):
 def test_a_certain_draft_is_kept_and_an_impossible_one_never():
     certain = torch.tensor([[0.0, 1.0, 0.0]]).repeat(2, 1)
     emitted = rejection_sample(
-        torch.tensor([1, 0]), torch.tensor([1, 1]), certain, torch.tensor([2, 2]), max_draft_tokens=1,
-        uniform=torch.tensor([1 - 2**-53, 0.0], dtype=torch.float64), exponential=torch.ones(2, 3),
+        torch.tensor([1, 0]),
+        torch.tensor([1, 1]),
+        certain,
+        torch.tensor([2, 2]),
+        max_draft_tokens=1,
+        uniform=torch.tensor([1 - 2**-53, 0.0], dtype=torch.float64),
+        exponential=torch.ones(2, 3),
     )
     assert emitted.tolist() == [[1, 2], [1, -1]]
+
+
+@pytest.mark.parametrize("generators", [{}, {0: torch.Generator()}])
+def test_a_zero_among_the_exponential_numbers_draws_no_impossible_token(monkeypatch, generators):
+    """float32 gives one now and then; an impossible token must not win by 0 / 0."""
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, generator=None: self.zero_())
+    uniform, exponential = draw([1], 3, generators, torch.device("cpu"))
+    emitted = rejection_sample(
+        torch.tensor([1]),
+        torch.tensor([1]),
+        torch.tensor([[0.0, 0.0, 1.0]]),
+        torch.tensor([0]),
+        max_draft_tokens=1,
+        uniform=uniform,
+        exponential=exponential,
+    )
+    assert emitted.tolist() == [[2, -1]]
 
 
 def test_a_request_with_a_generator_draws_the_same_in_any_batch():
@@ -135,12 +174,20 @@ def test_expand():
 def test_with_the_arguments_of_vllm(temperatures):
     """Certain distributions: greedy or sampled, the target decides."""
     metadata = SimpleNamespace(
-        all_greedy=not any(temperatures), all_random=all(temperatures), generators={},
+        all_greedy=not any(temperatures),
+        all_random=all(temperatures),
+        generators={},
         temperature=None if not any(temperatures) else torch.tensor(temperatures),
     )
     target = torch.eye(VOCABULARY)[[1, 2, 3]]
     emitted = vllm_rejection_sample(
-        torch.tensor([1, 0, 3], dtype=torch.int32), [2, 1], 2, torch.tensor([2, 3], dtype=torch.int32), None,
-        target, torch.tensor([[0], [0]], dtype=torch.int32), metadata,
+        torch.tensor([1, 0, 3], dtype=torch.int32),
+        [2, 1],
+        2,
+        torch.tensor([2, 3], dtype=torch.int32),
+        None,
+        target,
+        torch.tensor([[0], [0]], dtype=torch.int32),
+        metadata,
     )
     assert emitted.tolist() == [[1, 2, -1], [3, 0, -1]]

@@ -1,4 +1,4 @@
-"""ascend_rl/report.py on a metrics.jsonl of five steps whose figures are worked out by hand."""
+"""ascend_rl/recipe/report.py on a metrics.jsonl of five steps whose figures are worked out by hand."""
 
 from __future__ import annotations
 
@@ -12,26 +12,39 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from ascend_rl import report
+from ascend_rl.recipe import report
 
 VAL = "val-aux/tiny/addition/reward/mean@1"
 #         reward, length, clipped, probability gap, seconds: step, rollout, update
-STEPS = [(0.10, 5.0, 0.00, 1e-7, 9.0, 8.0, 0.5),  # warms up
-         (0.20, 6.0, 0.10, 9e-6, 2.0, 1.0, 0.4),
-         (0.40, 7.0, 0.20, 2e-7, 1.0, 0.6, 0.3),
-         (0.60, 8.0, 0.30, 3e-7, 3.0, 1.6, 0.2),
-         (0.80, 9.0, 0.15, 4e-7, 1.5, 0.8, 0.1),
-         (1.00, 9.5, 0.15, 5e-7, 1.7, 0.9, 0.5)]
+STEPS = [
+    (0.10, 5.0, 0.00, 1e-7, 9.0, 8.0, 0.5),  # warms up
+    (0.20, 6.0, 0.10, 9e-6, 2.0, 1.0, 0.4),
+    (0.40, 7.0, 0.20, 2e-7, 1.0, 0.6, 0.3),
+    (0.60, 8.0, 0.30, 3e-7, 3.0, 1.6, 0.2),
+    (0.80, 9.0, 0.15, 4e-7, 1.5, 0.8, 0.1),
+    (1.00, 9.5, 0.15, 5e-7, 1.7, 0.9, 0.5),
+]
 
 
 def records() -> list[dict]:
     """verl's log: a validation, training steps 1 to 6, another validation in the last."""
     rows = [{"step": 0, "data": {VAL: 0.25, "val-core/tiny/addition/acc/mean@1": 0.99}}]
     for number, (reward, length, clipped, gap, step, rollout, update) in enumerate(STEPS, 1):
-        rows.append({"step": number, "data": {
-            "critic/rewards/mean": reward, "response_length/mean": length, "actor/pg_clipfrac": clipped,
-            "training/rollout_probs_diff_max": gap, "timing_s/step": step, "timing_s/gen": rollout,
-            "timing_s/update_actor": update, "timing_s/start_profile": 7.0}})
+        rows.append(
+            {
+                "step": number,
+                "data": {
+                    "critic/rewards/mean": reward,
+                    "response_length/mean": length,
+                    "actor/pg_clipfrac": clipped,
+                    "training/rollout_probs_diff_max": gap,
+                    "timing_s/step": step,
+                    "timing_s/gen": rollout,
+                    "timing_s/update_actor": update,
+                    "timing_s/start_profile": 7.0,
+                },
+            }
+        )
     rows[-1]["data"] |= {VAL: 0.75, "val-aux/other/reward/mean@1": 0.25, "timing_s/testing": 3.0}
     return rows
 
@@ -52,8 +65,13 @@ def figures(directory: Path, wall_s: float | None = None) -> dict:
 
 
 def command(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-W", "error::UserWarning", "-m", "ascend_rl.report",
-                           *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-m", "ascend_rl.report", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
 
 
 def test_metrics_are_read(run):
@@ -63,15 +81,18 @@ def test_metrics_are_read(run):
     assert report.validation(rows) == ([0, 6], [0.25, 0.5])  # the mean over data sources; acc is not a reward
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (None, "metrics.jsonl is missing: did the run reach its first step"),
-    ("", "holds no training step"),
-    (json.dumps(records()[0]) + "\n", "holds no training step"),  # validation only
-    (json.dumps(records()[1]) + '\n{"step":2,"data":{"critic/rew', "line 2 is damaged"),
-    (json.dumps(records()[1]) + "\n\n", "line 2 is damaged"),
-    ('{"step":1}\n', "line 1 is damaged"),
-    ("[1]\n", "line 1 is damaged"),
-])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "metrics.jsonl is missing: did the run reach its first step"),
+        ("", "holds no training step"),
+        (json.dumps(records()[0]) + "\n", "holds no training step"),  # validation only
+        (json.dumps(records()[1]) + '\n{"step":2,"data":{"critic/rew', "line 2 is damaged"),
+        (json.dumps(records()[1]) + "\n\n", "line 2 is damaged"),
+        ('{"step":1}\n', "line 1 is damaged"),
+        ("[1]\n", "line 1 is damaged"),
+    ],
+)
 def test_metrics_that_cannot_be_read(tmp_path, content, message):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
@@ -84,16 +105,18 @@ def test_metrics_that_cannot_be_read(tmp_path, content, message):
 def test_figures(run):
     found = figures(run, wall_s=123.0)
     phases = found.pop("median_phase_s")
-    assert found == pytest.approx({
-        "steps": 6,
-        "final_reward": 0.6,  # (0.2 + 0.4 + 0.6 + 0.8 + 1.0) / 5
-        "val_reward": 0.5,
-        "val_reward_before": 0.25,
-        "max_rollout_probs_diff": 9e-6,
-        "mean_clip_share": 0.15,  # 0.9 / 6
-        "median_step_s": 1.7,  # of 1 1.5 1.7 2 3
-        "wall_s": 123.0,
-    })
+    assert found == pytest.approx(
+        {
+            "steps": 6,
+            "final_reward": 0.6,  # (0.2 + 0.4 + 0.6 + 0.8 + 1.0) / 5
+            "val_reward": 0.5,
+            "val_reward_before": 0.25,
+            "max_rollout_probs_diff": 9e-6,
+            "mean_clip_share": 0.15,  # 0.9 / 6
+            "median_step_s": 1.7,  # of 1 1.5 1.7 2 3
+            "wall_s": 123.0,
+        }
+    )
     assert phases == pytest.approx({"rollout": 0.9, "update": 0.3, "other": 0.5})
 
 
@@ -233,10 +256,13 @@ def test_command_on_one_step(tmp_path):
     picture(tmp_path / "report.png")
 
 
-@pytest.mark.parametrize(("arguments", "problem"), [
-    (("--min-reward", 0.9), "FAILED: final_reward is 0.600, expected at least 0.9"),
-    (("--max-probs-diff", 1e-6), "FAILED: rollout and trainer probabilities differ by 9e-06"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--min-reward", 0.9), "FAILED: final_reward is 0.600, expected at least 0.9"),
+        (("--max-probs-diff", 1e-6), "FAILED: rollout and trainer probabilities differ by 9e-06"),
+    ],
+)
 def test_command_fails_below_the_bars(run, arguments, problem):
     result = command(run, *arguments)
     assert result.returncode == 1 and problem in result.stderr

@@ -1,8 +1,9 @@
-"""Requests that move, against the same requests left alone: engines simulated, mover and callers real."""
+"""Requests that move, against the same requests left in place: simulated engines, real mover and callers."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import random
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ascend_rl.request_mover import (
+from ascend_rl.rollout.request_mover import (
+    ARRIVAL_CHECKS,
     MovableRequests,
     MovableRouting,
     RequestMover,
@@ -25,7 +27,8 @@ from ascend_rl.request_mover import (
     settings,
     split_servers,
 )
-from ascend_rl.rollout_rebalance import Move
+from ascend_rl.rollout.rollout_rebalance import Move
+from ascend_rl.settings.switch import CannotWork
 
 CONFIG = SimpleNamespace(prompt_length=8, response_length=60)
 EOS = 0
@@ -70,7 +73,7 @@ class Server(MovableRequests):
     def __init__(self, engines=1, max_num_seqs=4):
         self.requests, self.slots, self.steps = {}, max_num_seqs, 0
         self.engine_core = self
-        self.core_engines, self.reqs_in_flight = [b"%d" % k for k in range(engines)], {}
+        self.core_engines, self.engine_of = [b"%d" % k for k in range(engines)], {}
         self.engine = self
         self.errored = False
         self.vllm_config = SimpleNamespace(
@@ -81,12 +84,23 @@ class Server(MovableRequests):
         )
 
     @property
+    def reqs_in_flight(self):
+        if len(self.core_engines) == 1:
+            raise AttributeError("only vLLM's clients of several engines have this")
+        return self.engine_of
+
+    @property
     def output_processor(self):
-        return SimpleNamespace(request_states={
-            name: SimpleNamespace(prompt_len=len(r.prompt), is_prefilling=not r.tokens,
-                                  detokenizer=SimpleNamespace(output_token_ids=r.tokens))
-            for name, r in self.requests.items()
-        })
+        return SimpleNamespace(
+            request_states={
+                name: SimpleNamespace(
+                    prompt_len=len(r.prompt),
+                    is_prefilling=not r.tokens,
+                    detokenizer=SimpleNamespace(output_token_ids=r.tokens),
+                )
+                for name, r in self.requests.items()
+            }
+        )
 
     async def abort(self, names):
         for name in names:
@@ -94,7 +108,7 @@ class Server(MovableRequests):
 
     def end(self, name, reason):
         request = self.requests.pop(name)
-        del self.reqs_in_flight[name]
+        del self.engine_of[name]
         request.reason = reason
         request.ended.set()
 
@@ -103,30 +117,41 @@ class Server(MovableRequests):
         for request in self.requests.values():
             request.ended.set()
 
-    async def generate(self, prompt_ids, sampling_params, request_id, image_data=None, video_data=None,
-                       engine=None):
+    async def generate(
+        self, prompt_ids, sampling_params, request_id, image_data=None, video_data=None, engine=None
+    ):
         assert (engine is None) == (len(self.core_engines) == 1)
         if self.errored:
             raise EngineDeadError
         assert request_id not in self.requests
         noise = random.Random(sampling_params["seed"]) if "seed" in sampling_params else None
-        request = SimpleNamespace(prompt=list(prompt_ids), tokens=[], ended=asyncio.Event(), noise=noise,
-                                  max_tokens=sampling_params["max_tokens"],
-                                  min_tokens=sampling_params.get("min_tokens", 0))
+        request = SimpleNamespace(
+            prompt=list(prompt_ids),
+            tokens=[],
+            ended=asyncio.Event(),
+            noise=noise,
+            max_tokens=sampling_params["max_tokens"],
+            min_tokens=sampling_params.get("min_tokens", 0),
+        )
         self.requests[request_id] = request
-        self.reqs_in_flight[request_id] = self.core_engines[engine or 0]
+        self.engine_of[request_id] = self.core_engines[engine or 0]
         await request.ended.wait()
         if self.errored:
             raise EngineDeadError
-        return Output(token_ids=list(request.tokens), log_probs=[-t / 8 for t in request.tokens],
-                      routed_experts=None, num_preempted=1, stop_reason=request.reason)
+        return Output(
+            token_ids=list(request.tokens),
+            log_probs=[-t / 8 for t in request.tokens],
+            routed_experts=None,
+            num_preempted=1,
+            stop_reason=request.reason,
+        )
 
     async def run(self):
         while not self.errored:
             await asyncio.sleep(1e-3)
             self.steps += bool(self.requests)
             for identity in self.core_engines:
-                mine = [name for name in self.requests if self.reqs_in_flight[name] == identity]
+                mine = [name for name in self.requests if self.engine_of[name] == identity]
                 for name in mine[: self.slots]:
                     self.decode(name, self.requests[name])
 
@@ -194,17 +219,25 @@ class Rollout:
             running += [asyncio.create_task(beside(self))] if beside else []
             async with RequestMover(self._server_id_to_handle, self.rebalance, planner) as mover:
                 self.mover = mover
-                outputs = await asyncio.wait_for(asyncio.gather(*(
-                    generate(self, str(i), prompt, params, RayActorError)
-                    for i, (prompt, params) in enumerate(requests)
-                )), 30)
+                outputs = await asyncio.wait_for(
+                    asyncio.gather(
+                        *(
+                            generate(self, str(i), prompt, params, RayActorError)
+                            for i, (prompt, params) in enumerate(requests)
+                        )
+                    ),
+                    30,
+                )
             for task in running:
                 task.cancel()
             return outputs
 
         outputs = asyncio.run(everything())
-        assert not any(engine.requests or engine._move_targets() for engine in self.engines.values()
-                       if not engine.errored)
+        assert not any(
+            engine.requests or engine._move_targets()
+            for engine in self.engines.values()
+            if not engine.errored
+        )
         assert not any(self.balancer._inflight_requests.values())
         self.metrics = {key.removeprefix("rollout_rebalance/"): v for key, v in self.mover.metrics().items()}
         return outputs
@@ -268,7 +301,7 @@ def test_a_moved_request_takes_new_random_numbers():
 def test_planner_and_mover_together_shorten_a_skewed_rollout(engines):
     """The real planner; every other request is long, so that one server or engine gets all long ones."""
     requests = [([7, i], {"min_tokens": n, "max_tokens": n}) for i, n in enumerate([60, 4] * 8)]
-    from ascend_rl.rollout_rebalance import plan
+    from ascend_rl.rollout.rollout_rebalance import plan
 
     stayed, moved = Rollout(engines), Rollout(engines)
     expected, found = stayed.run(requests), moved.run(requests, plan)
@@ -379,15 +412,102 @@ def test_no_second_plan_before_the_first_has_happened():
         return somewhere(len(waited))(servers, gears)
 
     rollout.run([([1, i], {"min_tokens": 60, "max_tokens": 60}) for i in range(4)], planner)
-    seen = waited[waited.index(4):]
+    seen = waited[waited.index(4) :]
     assert len(seen) > 3 and seen == sorted(seen, reverse=True)  # fewer only when one has ended
 
 
+def test_a_move_that_got_lost_does_not_stop_later_ones():
+    """The caller of the first request ended just as it was given up: it shows up nowhere any more."""
+
+    async def scene():
+        busy = Server()
+        requests = {f"movable/{name}/0": SimpleNamespace(prompt=[1], tokens=[1]) for name in ("lost", "next")}
+        busy.requests = {
+            name: SimpleNamespace(**vars(r), ended=asyncio.Event()) for name, r in requests.items()
+        }
+        busy.engine_of = dict.fromkeys(busy.requests, busy.core_engines[0])
+        plans = []
+
+        def planner(servers, gears):
+            plans.append([request.id for request in servers[0].requests])
+            return [Move(plans[-1][0], "a", "b")] if plans[-1] else []
+
+        config = RolloutRebalanceConfig(True, check_interval_s=999)
+        mover = RequestMover({"a": Remote(busy), "b": Remote(Server())}, config, planner)
+        async with mover:
+            for _ in range(ARRIVAL_CHECKS + 1):
+                await mover.check()
+        return plans, mover.counts["moves_running"]
+
+    plans, moves = asyncio.run(scene())
+    assert plans == [["movable/lost/0", "movable/next/0"], ["movable/next/0"]] and moves == 2
+
+
+def test_time_counts_for_the_gear_that_running_requests_need():
+    """One of four has a token; the others wait and are in no graph."""
+    server = Server()
+    for i, tokens in enumerate(([5], [], [], [])):
+        server.requests[f"movable/{i}/0"] = SimpleNamespace(prompt=[1], tokens=tokens)
+    config = RolloutRebalanceConfig(True, check_interval_s=999)
+    mover = RequestMover({"a": Remote(server), "b": Remote(Server())}, config, lambda *_: [])
+
+    async def scene():
+        async with mover:
+            for _ in range(2):
+                await asyncio.sleep(0.01)
+                await mover.check()
+
+    asyncio.run(scene())
+    found = {key.removeprefix("rollout_rebalance/"): value for key, value in mover.metrics().items()}
+    assert (found["gear_share/1"], found["idle_share"], found["checks"]) == (1, 0.5, 2)
+
+
+@pytest.mark.parametrize(("given", "captured", "limit", "gears"), [
+    ([3], [1, 2], 8, {3}), (None, [1, 2], 8, {1, 2}), (None, [], 5, {1, 2, 4, 8}),
+    (None, [], 8, {1, 2, 4, 8}), (None, [], 1, {1}),
+])  # fmt: skip
+def test_gears_are_those_given_or_captured_or_powers_of_two(given, captured, limit, gears):
+    servers = {name: Server(max_num_seqs=limit) for name in "ab"}
+    for server in servers.values():
+        server.vllm_config.compilation_config.cudagraph_capture_sizes = captured
+    seen = []
+
+    async def scene():
+        config = RolloutRebalanceConfig(True, check_interval_s=999, gears=given)
+        handles = {name: Remote(server) for name, server in servers.items()}
+        async with RequestMover(
+            handles, config, lambda servers, gears: seen.append(set(gears)) or []
+        ) as mover:
+            await mover.check()
+
+    asyncio.run(scene())
+    assert seen == [gears]
+
+
+def test_preemptions_of_all_stays_are_added():
+    stays = [
+        Output(token_ids=[5], log_probs=[-1.0], num_preempted=count, stop_reason="", routed_experts=None)
+        for count in (1, 4, 2)
+    ]
+    whole = functools.reduce(joined, stays, None)
+    assert (whole.num_preempted, whole.token_ids, whole.log_probs) == (7, [5] * 3, [-1.0] * 3)
+
+
 def test_routed_experts_of_both_stays():
-    part = Output(token_ids=[5], log_probs=None, num_preempted=None, stop_reason="aborted",
-                  routed_experts=np.full((3, 2, 1), 1))
-    rest = Output(token_ids=[6, 7], log_probs=None, num_preempted=2, stop_reason="completed",
-                  routed_experts=np.full((5, 2, 1), 9))
+    part = Output(
+        token_ids=[5],
+        log_probs=None,
+        num_preempted=None,
+        stop_reason="aborted",
+        routed_experts=np.full((3, 2, 1), 1),
+    )
+    rest = Output(
+        token_ids=[6, 7],
+        log_probs=None,
+        num_preempted=2,
+        stop_reason="completed",
+        routed_experts=np.full((5, 2, 1), 9),
+    )
     whole = joined(joined(None, part), rest)
     assert (whole.token_ids, whole.log_probs, whole.num_preempted) == ([5, 6, 7], None, 2)
     assert whole.stop_reason == "completed"
@@ -401,10 +521,16 @@ def test_settings_are_checked():
 
     assert settings(rollout(enable=0)) is None and settings(SimpleNamespace(get={}.get)) is None
     assert settings(rollout(enable=1, _target_="x")).check_interval_s == 2
-    for bad in ({"enable": 2}, {"check_interval_s": 0}, {"gears": []}, {"gears": [0, 2]}):
-        with pytest.raises(ValueError, match=f"rollout_rebalance.{next(iter(bad))}"):
-            settings(rollout(**{"enable": True} | bad))
-    with pytest.raises(ValueError, match="rollout.name=vllm"):
+    assert settings(rollout(enable=True, check_interval_s=0.1, answer_timeout_s=0.1, gears=[1])).gears == [1]
+    bad = {"enable": 2, "check_interval_s": 0, "answer_timeout_s": 0, "gears": []}
+    for key, value in [*bad.items(), ("gears", [0, 2])]:
+        with pytest.raises(CannotWork) as refused:
+            settings(rollout(**{"enable": True, key: value}))
+        assert str(refused.value).splitlines()[1].startswith(f"  {key}={value}: give ")
+    with pytest.raises(CannotWork) as refused:
+        settings(rollout(**bad))
+    assert len(str(refused.value).splitlines()) == 1 + len(bad)  # all at once
+    with pytest.raises(CannotWork, match="not sglang: set actor_rollout_ref.rollout.name=vllm"):
         settings(rollout("sglang", enable=True))
 
 

@@ -1,7 +1,6 @@
-"""ascend_rl.reshard: every rank gets exactly its worker's experts, each once, and no byte more than the sets
-say.
+"""weights/reshard.py: every rank gets exactly its worker's experts, each once, and not a byte more.
 
-Who owns and who needs what is worked out here from the definitions of megatron-core's and vLLM's rank orders,
+Who owns and who needs what is computed here from the definitions of megatron-core's and vLLM's rank orders,
 rank by rank, in sets of (layer, expert).
 """
 
@@ -18,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from ascend_rl.reshard import PARTS, Rollout, Slice, Train, make_plan, reshard
+from ascend_rl.weights.reshard import PARTS, ROUND_SLICES_MAX, Rollout, Slice, Train, make_plan, reshard
 
 HIDDEN, INTERMEDIATE = 6, 4
 
@@ -80,6 +79,8 @@ def test_every_layout_moves_the_minimum(layout):
             assert all(slice_[:2] in owned[rank] for _, slice_ in sends)
     layers = len(set(itertools.chain(*train.stages)))
     assert plan.buffer_slices * layers <= len(PARTS) * min(map(len, needed))
+    local = len(PARTS) * experts // rollout.ep
+    assert plan.round_slices == ROUND_SLICES_MAX or plan.buffer_slices + 2 > local  # no larger round fits
 
     for at_once in zip(*rounds, strict=True):  # both ends list the same slices in the same order
         sent = {(src, dst): [s for d, s in at_once[src][0] if d == dst]
@@ -101,6 +102,25 @@ def test_every_layout_moves_the_minimum(layout):
                 degrees[rank, side] += sum(s.layer in step and s.part == PARTS[0] for _, s in moves[side])
         busiest += max(degrees.values(), default=0)
     assert len(rounds[0]) == -(-busiest * len(PARTS) // plan.round_slices)
+
+
+@pytest.mark.parametrize("tp, dp, rounds", [(4, 32, 288), (8, 4, 144), (16, 1, 192)])
+def test_qwen3_235b_takes_no_more_rounds_than_its_busiest_rank(tp, dp, rounds):
+    """The table of docs/weights.md. A step moves one layer of each stage, and takes as long as the rank
+    that sends or receives most of it.
+    """
+    stages = tuple(tuple(range(first, last)) for first, last in itertools.pairwise((0, 23, 47, 71, 94)))
+    train, rollout, experts = Train(128, 32, stages), Rollout(tp, dp, tp * dp), 128
+    plan = make_plan(train, rollout, experts)
+    owned, needed = owned_sets(train, experts), needed_sets(train, rollout, experts)
+    busiest = 0
+    for step in itertools.zip_longest(*stages):
+        received = [[pair for pair in needed[r] - owned[r] if pair[0] in step] for r in range(train.world)]
+        wanted = Counter(pair for pairs in received for pair in pairs)
+        sent = [sum(wanted[pair] for pair in pairs if pair[0] in step) for pairs in owned]  # one owner each
+        busiest += max(*sent, *map(len, received))
+    assert sum(len(matchings) for _, matchings in plan.steps) == busiest
+    assert len(list(plan.rounds(0))) == rounds == math.ceil(busiest * len(PARTS) / plan.round_slices)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +175,6 @@ def reshard_in(rank: int, cases: list[tuple[Train, Rollout, int]]) -> list[tuple
     return results
 
 
-@pytest.mark.timeout(60)
 def test_experts_arrive_bit_for_bit():
     cases = [
         (Train(4, 1, ((0, 1),)), Rollout(2, 2, 4), 8),  # the trap of a split that starts at 0
@@ -166,7 +185,7 @@ def test_experts_arrive_bit_for_bit():
         (Train(4, 4, ((0, 1, 2),)), Rollout(4, 1, 4), 4),  # nothing has to move
     ]
     slice_bytes = 2 * HIDDEN * INTERMEDIATE
-    for rank, results in enumerate(run_ranks(4, reshard_in, cases, seconds=50)):
+    for rank, results in enumerate(run_ranks(4, reshard_in, cases)):
         for case, (right, received_bytes, buffer_bytes) in zip(cases, results, strict=True):
             train, rollout, experts = case
             needed, owned = needed_sets(*case)[rank], owned_sets(train, experts)[rank]

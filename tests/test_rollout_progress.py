@@ -1,4 +1,4 @@
-"""The rollout's progress: counts against what was generated, and the line a user at a terminal sees."""
+"""The rollout's progress: its counts against what was generated, and the line a user sees at a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from ascend_rl import rollout_progress
+from ascend_rl.rollout import rollout_progress
 
 
 def output(tokens: int, finish_reason: str | None = None):
@@ -112,7 +112,7 @@ PROGRAM = """
 import asyncio, sys, types
 import ray
 from omegaconf import OmegaConf
-from ascend_rl import rollout_progress
+from ascend_rl.rollout import rollout_progress
 
 rollout = OmegaConf.create({"use_tqdm": None})
 rollout_progress.decide(rollout)

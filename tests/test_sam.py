@@ -1,12 +1,12 @@
-"""The suffix automaton against all substrings of the texts, and what a drafter promises."""
+"""The suffix automaton against all substrings of the texts, and the drafter's guarantees."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascend_rl import sam
-from ascend_rl.sam import SamDrafter
+from ascend_rl.speculation import sam
+from ascend_rl.speculation.sam import SamDrafter
 
 SMALL = 32 << 20
 
@@ -120,6 +120,43 @@ def settle(drafter, request, tokens, prompt_tokens, calls=200):
     raise AssertionError("never taken in")
 
 
+def test_the_shorter_suffixes_inherit_what_followed():
+    """2 always came after 1, until now: the state of "2" alone begins with what that of "1 2" knows."""
+    tokens = np.array([1, 2, 9] * 3 + [2])
+    drafter = SamDrafter(3, share_groups=False, max_bytes=SMALL)
+    draft = drafter.propose("a", tokens, 1)
+    memory, (group,) = drafter._memory, drafter._groups.values()
+    old, new = walk(memory, group, (1, 2)), walk(memory, group, (2,))
+    assert memory[old + sam.LINK] == new and memory[new + sam.LENGTH] == 1
+    known = [memory[state + np.array([sam.TOKEN, sam.TO, sam.AGAIN])].tolist() for state in (old, new)]
+    assert known[0] == known[1] == [9, walk(memory, group, (1, 2, 9)), 1]
+    assert draft.tolist() == [9, 1, 2]
+
+
+def test_what_a_state_inherits_it_keeps_by_itself():
+    """Edges are copied, not shared: what follows "2" elsewhere does not follow "1 2"."""
+    drafter = SamDrafter(3, share_groups=False, max_bytes=SMALL)
+    drafter.propose("a", np.array([1, 2, 9, 1, 2, 8, 1, 2, 6, 2, 7]), 1)
+    memory, (group,) = drafter._memory, drafter._groups.values()
+    follows = {
+        suffix: {t for t in range(10) if sam._next(memory, walk(memory, group, suffix), t)}
+        for suffix in ((1, 2), (2,))
+    }
+    assert follows == {(1, 2): {6, 8, 9}, (2,): {6, 7, 8, 9}}
+
+
+def test_a_request_begins_where_the_prompt_of_its_group_ends():
+    prompt = np.arange(20) % 6
+    drafter = SamDrafter(3, max_bytes=SMALL)
+    drafter.propose("a", np.append(prompt, [7, 7, 7]), 20)
+    drafter.propose("b", prompt, 20)
+    (group,) = drafter._groups.values()
+    first = drafter._memory[group + sam.PROMPT]
+    text, own = (drafter._memory[at : at + sam.TEXT].tolist() for at in (first, drafter._texts["b"]))
+    assert own == text and own[sam.SEEN] == 20
+    assert sorted(own[sam.LATEST :]) == sorted((prompt[-sam.RING :]).tolist())
+
+
 def test_leaving_a_long_loop_takes_several_calls_but_gives_the_same_automaton():
     length = 12_000
     tokens = np.array([5] * length + [6] + [5] * length + [7])
@@ -185,6 +222,33 @@ def test_repeated_text_is_drafted_in_full_and_random_text_not_at_all():
         drafter, noise = SamDrafter(6), rng.integers(0, vocabulary, 4_000)
         drafted = sum(len(drafter.propose("b", noise[:n], 10)) for n in range(10, 4_000))
         assert drafted < 0.1 * 4_000, vocabulary
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("vocabulary, least_of_ideal, least_used", [(300, 0.55, 0.9), (30, 0.5, 0.75)])
+def test_odds_choose_the_suffix_and_end_the_draft(vocabulary, least_of_ideal, least_used, seed):
+    """Phrases in random order: within one the next token is certain, after its end it could be any.
+
+    The ideal drafter knows the rest of the phrase. It is half reached, or more, with few tokens drafted in
+    vain, only with odds learned for each length of a suffix, and for whether the guess before was right.
+    """
+    rng, k = np.random.default_rng(seed), 8
+    phrases = [rng.integers(0, vocabulary, rng.integers(4, 24)) for _ in range(40)]
+    order = [phrases[i] for i in rng.integers(0, 40, 400)]
+    text, ends = np.concatenate(order), np.cumsum([len(phrase) for phrase in order])
+    drafter, start = SamDrafter(k, share_groups=False, max_bytes=SMALL, worth=0.6), len(text) // 3
+    at, steps, drafted, used = start, 0, 0, 0
+    while at < len(text):
+        draft = drafter.propose("a", text[:at], 1)
+        right = draft[: len(text) - at] == text[at : at + len(draft)]
+        kept = len(right) if right.all() else int(right.argmin())
+        at, steps, drafted, used = at + kept + 1, steps + 1, drafted + len(draft), used + kept
+    ideal, at = 0, start
+    while at < len(text):
+        rest = ends[np.searchsorted(ends, at, side="right")] - at
+        at, ideal = at + min(k, rest) + 1, ideal + 1
+    assert steps <= ideal / least_of_ideal
+    assert used >= least_used * drafted
 
 
 def test_the_samples_of_a_prompt_draft_from_each_other_until_the_group_must_go():

@@ -1,4 +1,4 @@
-"""The proposer's bookkeeping: whom it drafts for, and how rarely when drafts do not pay."""
+"""The proposer's bookkeeping: which requests it drafts for, and how rarely if drafts do not pay off."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ascend_rl.sam_decoding import FREE_DEBT, MAX_DEBT, MAX_PERIOD, SamProposer, period, takes_drafts
+from ascend_rl.speculation.sam_decoding import (
+    FREE_DEBT,
+    MAX_DEBT,
+    MAX_PERIOD,
+    SamProposer,
+    period,
+    takes_drafts,
+)
 
 PLAIN = {
     "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0,

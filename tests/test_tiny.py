@@ -1,4 +1,4 @@
-"""ascend_rl/tiny.py: the task as defined, the tokenizer, the labels, the files and the command."""
+"""ascend_rl/recipe/tiny.py: the task as defined, the tokenizer, the labels, the files and the command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from ascend_rl import tiny as module
+from ascend_rl.recipe import tiny as module
 
 EVERY_PAIR = {(a, b) for a in range(100) for b in range(100)}
 
@@ -23,8 +23,13 @@ def tokenizer():
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "ascend_rl.tiny", *map(str, arguments)], capture_output=True,
-                          text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "ascend_rl.tiny", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
 
 
 # The task.
@@ -58,39 +63,47 @@ def test_careless_forgets_every_carry():
         assert (module.careless(a, b) == module.careful(a, b)) == (not carries)
 
 
-@pytest.mark.parametrize(("response", "truth", "score"), [
-    ("<think>231</think>132", "132", 1),
-    ("<think>231</think>132", 132, 1),
-    ("</think>132", "132", 1),
-    ("<think>231</think> \t132\n", "132", 1),
-    ("<think>1</think>5</think>132", "132", 1),  # the last one closes
-    ("<think>231</think>132</think>", "132", 0),
-    ("<think>231</think>132</think>9", "132", 0),
-    ("132", "132", 0),  # never closed
-    ("<think>231<think>132", "132", 0),
-    ("", "132", 0),
-    ("", "", 0),
-    ("<think>132</think>", "132", 0),
-    ("<think></think>0132", "132", 0),
-    ("<think></think>00", "0", 0),
-    ("<think></think>0", "0", 1),
-    ("<think></think>13", "132", 0),
-    ("<think></think>1", "1", 1),
-    ("<think></think>11", "1", 0),
-    ("<think></think>21", "1", 0),
-    ("<think></think>1 1", "11", 0),
-    ("<think></think>132+", "132", 0),
-    ("<think></think>132<think>", "132", 0),
-    ("<think></think>+132", "132", 0),
-    ("<think></think>132.0", "132", 0),
-])
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("<think>231</think>132", "132", 1),
+        ("<think>231</think>132", 132, 1),
+        ("</think>132", "132", 1),
+        ("<think>231</think> \t132\n", "132", 1),
+        ("<think>1</think>5</think>132", "132", 1),  # the last one closes
+        ("<think>231</think>132</think>", "132", 0),
+        ("<think>231</think>132</think>9", "132", 0),
+        ("132", "132", 0),  # never closed
+        ("<think>231<think>132", "132", 0),
+        ("", "132", 0),
+        ("", "", 0),
+        ("<think>132</think>", "132", 0),
+        ("<think></think>0132", "132", 0),
+        ("<think></think>00", "0", 0),
+        ("<think></think>0", "0", 1),
+        ("<think></think>13", "132", 0),
+        ("<think></think>1", "1", 1),
+        ("<think></think>11", "1", 0),
+        ("<think></think>21", "1", 0),
+        ("<think></think>1 1", "11", 0),
+        ("<think></think>132+", "132", 0),
+        ("<think></think>132<think>", "132", 0),
+        ("<think></think>+132", "132", 0),
+        ("<think></think>132.0", "132", 0),
+    ],
+)
 def test_compute_score(response, truth, score):
     assert module.compute_score("tiny/addition", response, truth) == {"score": score, "acc": score}
 
 
 def test_compute_score_takes_what_verl_passes():
-    scored = module.compute_score(data_source="tiny/addition", solution_str="</think>3", ground_truth="3",
-                                  extra_info={"index": 1}, sandbox_fusion_url=None)
+    scored = module.compute_score(
+        data_source="tiny/addition",
+        solution_str="</think>3",
+        ground_truth="3",
+        extra_info={"index": 1},
+        sandbox_fusion_url=None,
+    )
     assert scored == {"score": 1.0, "acc": 1.0} and all(type(value) is float for value in scored.values())
 
 

@@ -6,12 +6,15 @@ import contextlib
 import json
 import os
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
-from ascend_rl.supervise import SharedMemory, descendants
+from ascend_rl.launch.supervise import SharedMemory, descendants
 
 ROOT = Path(__file__).resolve().parents[2]
+# For what hangs; on a loaded machine a run takes ten times as long as on an idle one.
+PATIENCE_S = 2400
 
 
 def launch(
@@ -21,7 +24,7 @@ def launch(
 
     One run after another: Ray gives up when its start takes 30 s, as it does beside another run on 2 cores.
     """
-    limits = {"OUTPUT_DIR": output, "RUN_DEADLINE_S": 400, "STALL_DEADLINE_S": 60}
+    limits = {"OUTPUT_DIR": output, "RUN_DEADLINE_S": PATIENCE_S}
     with console(output).open("w") as file:
         return subprocess.Popen(
             ["bash", "ray_start_npu.sh", f"internal/{script}", f"internal/{environment}", *overrides],
@@ -41,9 +44,9 @@ def named(process: subprocess.Popen, name: str) -> list[int]:
     return [pid for pid, its_name in descendants(process.pid).items() if its_name.startswith(name)]
 
 
-def finish(process: subprocess.Popen, output: Path, seconds: float = 500) -> str:
+def finish(process: subprocess.Popen, output: Path) -> str:
     """Wait for the end and return what the user saw."""
-    process.wait(timeout=seconds)
+    process.wait(timeout=PATIENCE_S + 300)
     return console(output).read_text()
 
 
@@ -72,11 +75,11 @@ def nothing_left_of(outputs: Path):
 
     Other runs on this machine do not disturb.
     """
-    shm, places = SharedMemory(), set(Path("/tmp").glob("ascend-rl-*"))
+    shm, places = SharedMemory(), set(Path(tempfile.gettempdir()).glob("ascend-rl-*"))
 
     def left() -> list:
         blocks = set(os.listdir("/dev/shm")) - shm.seen
-        directories = set(Path("/tmp").glob("ascend-rl-*")) - places
+        directories = set(Path(tempfile.gettempdir()).glob("ascend-rl-*")) - places
         alive = environments()
         return [
             *(blocks - shm.used_by(alive)),

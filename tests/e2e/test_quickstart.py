@@ -14,11 +14,11 @@ import time
 from collections import Counter
 
 import pytest
-from runs import finish, launch, metrics, named, training
+from runs import PATIENCE_S, finish, launch, metrics, named, training
 
-from ascend_rl.supervise import descendants
+from ascend_rl.launch.supervise import descendants
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(2 * PATIENCE_S)]
 
 
 def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabilities):
@@ -29,7 +29,6 @@ def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabil
         cwd=root,
         text=True,
         capture_output=True,
-        timeout=500,
         env=os.environ | {"OUTPUT_DIR": str(output)},
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
@@ -47,13 +46,24 @@ def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabil
     assert list((output / "tensorboard").glob("events*"))
 
 
-def test_two_workers_share_one_step(tmp_path, nothing_left_behind, same_probabilities):
-    """Two FSDP ranks, two vLLM servers, samples placed, requests that move; the GRPO twin."""
+def test_two_workers_share_the_steps_of_dapo(tmp_path, nothing_left_behind, same_probabilities):
+    """Two FSDP ranks, two vLLM servers; samples placed, requests that move, batches of groups that vary.
+
+    With the rollout's progress bar, which nobody sees unless it is asked for.
+    """
     output, rollout = tmp_path / "run", "actor_rollout_ref.rollout"
-    moving = [f"{rollout}.rollout_rebalance.check_interval_s=0.01", f"{rollout}.max_num_seqs=2",
-              f"{rollout}.data_rebalance=True"]
-    process = launch("train_grpo_qwen3_tiny_cpu.sh", output, "trainer.test_freq=-1", *moving,
-                     NPUS_PER_NODE=2, STEPS=12, ROLLOUT_REBALANCE_ENABLE=1)
+    process = launch(
+        "train_dapo_qwen3_tiny_cpu.sh",
+        output,
+        f"{rollout}.rollout_rebalance.check_interval_s=0.01",
+        f"{rollout}.max_num_seqs=2",
+        f"{rollout}.data_rebalance=True",
+        f"{rollout}.use_tqdm=True",
+        "trainer.test_freq=14",
+        NPUS_PER_NODE=2,
+        STEPS=14,
+        ROLLOUT_REBALANCE_ENABLE=1,
+    )
     most: Counter = Counter()
     while process.poll() is None:
         most |= Counter(descendants(process.pid).values())
@@ -62,28 +72,19 @@ def test_two_workers_share_one_step(tmp_path, nothing_left_behind, same_probabil
     assert process.returncode == 0, text[-3000:]
     assert most["ray::WorkerDict"] == most["VLLM::EngineCor"] == 2
     steps = training(output)
-    assert len(steps) == 12
-    same_probabilities(steps)
-    did = {what: sum(row[f"timing_s/rollout_rebalance/{what}"] for row in steps)
-           for what in ("moves", "moves_running", "failed", "unanswered")}
-    assert did["moves"] > 0 == did["failed"] == did["unanswered"]
-    assert all(row["timing_s/data_rebalance/known_share"] == 0 for row in steps)  # each prompt comes once
-
-
-def test_dapo_fills_its_batches_with_varying_groups(tmp_path, nothing_left_behind, same_probabilities):
-    """The DAPO recipe with the rollout's progress bar, which nobody sees unless it is asked for."""
-    output = tmp_path / "run"
-    process = launch("train_dapo_qwen3_tiny_cpu.sh", output, "actor_rollout_ref.rollout.use_tqdm=True",
-                     "trainer.test_freq=14", STEPS=14)
-    text = finish(process, output)
-    assert process.returncode == 0, text[-3000:]
-    steps = training(output)
     assert len(steps) == 14
     same_probabilities(steps)
+    did = {
+        what: sum(row[f"timing_s/rollout_rebalance/{what}"] for row in steps)
+        for what in ("moves", "moves_running", "failed", "unanswered")
+    }
+    assert did["moves"] > 0 == did["failed"] == did["unanswered"]
+    assert all(row["timing_s/data_rebalance/known_share"] == 0 for row in steps)  # each prompt comes once
     for row in steps:
         assert 0.25 - 0.5 / 4 <= row["critic/score/mean"] <= 0.75  # of 4, 1 to 3 are right; a penalty is 0.5
         assert row["dapo/num_gen_batches"] * 16 * row["dapo/kept_share"] == pytest.approx(
-            16 + row["dapo/surplus_groups"])
+            16 + row["dapo/surplus_groups"]
+        )
         assert row["actor/grad_norm"] > 0
     assert max(row["dapo/num_gen_batches"] for row in steps) >= 2
     accuracy = "val-core/tiny/addition/acc/mean@1"
@@ -93,36 +94,43 @@ def test_dapo_fills_its_batches_with_varying_groups(tmp_path, nothing_left_behin
     assert drawn and all(int(speed) > 0 and 0 < int(longest) <= 16 for speed, longest in drawn)
 
 
+def wait_for(condition, process, output) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, (output / "train.log").read_text()[
+            -3000:
+        ]
+        time.sleep(0.5)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["VLLM::EngineCor", "ray::WorkerDict"])
 def test_a_dead_process_ends_the_run_with_a_clear_error(tmp_path, nothing_left_behind, victim):
     output = tmp_path / "run"
     process = launch("train_gspo_qwen3_tiny_cpu.sh", output, "trainer.val_before_train=False", STEPS=5000)
     log = output / "train.log"
-    deadline = time.monotonic() + 300
-    while not (output / "metrics.jsonl").exists() or not (output / "metrics.jsonl").stat().st_size:
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.5)
+    written = output / "metrics.jsonl"
+    wait_for(lambda: written.exists() and written.stat().st_size, process, output)
     os.kill(named(process, victim)[0], signal.SIGKILL)
     at = time.monotonic()
-    text = finish(process, output, 120)
+    text = finish(process, output)
     assert process.returncode not in (0, None)
     assert "ERROR:" in text and str(log) in text
-    assert time.monotonic() - at < 60
+    assert time.monotonic() - at < 300  # before the stall deadline, 600 s
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_everything(tmp_path, nothing_left_behind):
     output = tmp_path / "run"
     process = launch("train_gspo_qwen3_tiny_cpu.sh", output, STEPS=5000)
-    deadline = time.monotonic() + 300
-    while not named(process, "ray::WorkerDict"):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.5)
+    wait_for(lambda: named(process, "ray::WorkerDict"), process, output)
     process.send_signal(signal.SIGINT)
-    text = finish(process, output, 60)
+    text = finish(process, output)
     assert process.returncode == 128 + signal.SIGINT
     assert "stopped by SIGINT" in text
 
 
+@pytest.mark.long
 def test_switched_off_the_patches_change_nothing(root, tmp_path, tree_without, nothing_left_behind):
     """Three steps of stock GRPO: the same losses with all patches as with those alone a CPU run needs."""
     enabling = {"cpu_device", "vllm_cpu_rollout"}
@@ -130,10 +138,17 @@ def test_switched_off_the_patches_change_nothing(root, tmp_path, tree_without, n
     variant = tree_without("verl", [name for name in others if name not in enabling])
     # Requests race to the server. Samples of a single prompt, one at a time, make their order irrelevant and
     # vLLM's sampling repeatable; the second epoch is off-policy, so that ratios and clipping count.
-    stock = ["data.shuffle=False", "data.train_batch_size=1", "actor_rollout_ref.rollout.n=8",
-             "actor_rollout_ref.rollout.max_num_seqs=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1",
-             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", "actor_rollout_ref.actor.ppo_epochs=2",
-             "trainer.val_before_train=False", "trainer.test_freq=-1"]
+    stock = [
+        "data.shuffle=False",
+        "data.train_batch_size=1",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.rollout.max_num_seqs=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+    ]
     # The preflight would refuse a verl that is not the lock's.
     trees = {"patched": {}, "stock": {"PYTHONPATH": str(variant), "SKIP_PREFLIGHT": "1"}}
     losses = {}
@@ -170,5 +185,5 @@ def test_bad_arguments_are_explained(root):
         (["quickstart.sh", "--fast"], "unknown argument"),
         (["build_project.sh", "--target", "gpu"], "--target cpu or --target npu"),
     ):
-        run = subprocess.run(["bash", *arguments], cwd=root, capture_output=True, text=True, timeout=60)
+        run = subprocess.run(["bash", *arguments], cwd=root, capture_output=True, text=True)
         assert run.returncode == 1 and message in run.stderr, (arguments, run.stderr)

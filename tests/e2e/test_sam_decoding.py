@@ -6,19 +6,27 @@ import re
 import statistics
 
 import pytest
-from runs import finish, launch, metrics, training
+from runs import PATIENCE_S, finish, launch, metrics, training
 
 SPECULATIVE = "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
 ACCURACY = "val-core/tiny/addition/acc/mean@1"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.alone
+@pytest.mark.long
+@pytest.mark.timeout(2 * PATIENCE_S)
 def test_gspo_learns_with_sam_decoding(tmp_path, nothing_left_behind, same_probabilities):
     """The bounds are those of test_quickstart.py for as many steps without speculation."""
     output = tmp_path / "run"
-    process = launch("train_gspo_qwen3_tiny_cpu.sh", output, f"{SPECULATIVE}.method=sam",
-                     f"{SPECULATIVE}.num_speculative_tokens=4",
-                     "actor_rollout_ref.rollout.disable_log_stats=False", STEPS=40, VLLM_LOGGING_LEVEL="INFO")
+    process = launch(
+        "train_gspo_qwen3_tiny_cpu.sh",
+        output,
+        f"{SPECULATIVE}.method=sam",
+        f"{SPECULATIVE}.num_speculative_tokens=4",
+        "actor_rollout_ref.rollout.disable_log_stats=False",
+        STEPS=40,
+        VLLM_LOGGING_LEVEL="INFO",
+    )
     text = finish(process, output)
     assert process.returncode == 0, text[-3000:]
     steps = training(output)

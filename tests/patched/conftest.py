@@ -1,4 +1,4 @@
-"""verl's server of the rollout, up to the engine."""
+"""verl's rollout server, up to the engine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ def launch(tiny, monkeypatch):
         monkeypatch.setattr(verl.utils.device, "get_device_name", lambda: device)
         monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
         with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=[
-                f"actor_rollout_ref.model.path={model}",
-                "actor_rollout_ref.rollout.name=vllm",
-                "actor_rollout_ref.rollout.enforce_eager=False",
-                "actor_rollout_ref.rollout.max_model_len=64",
-                *overrides,
-            ])
+            config = compose(
+                "ppo_trainer",
+                overrides=[
+                    f"actor_rollout_ref.model.path={model}",
+                    "actor_rollout_ref.rollout.name=vllm",
+                    "actor_rollout_ref.rollout.enforce_eager=False",
+                    "actor_rollout_ref.rollout.max_model_len=64",
+                    *overrides,
+                ],
+            )
         rollout = config.actor_rollout_ref
         server = Server(rollout.rollout, rollout.model, RolloutMode.HYBRID, [None] * dies, 0, 0, dies, 1, "0")
         asyncio.run(server.launch_server())

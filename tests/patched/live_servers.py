@@ -14,8 +14,8 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from ascend_rl import data_rebalance
-from ascend_rl.request_mover import server_of
+from ascend_rl.rollout import sample_placer
+from ascend_rl.rollout.request_mover import server_of
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.protocol import DataProto
@@ -30,7 +30,7 @@ class GivenSampling(SingleTurnAgentLoop):
         sampling = sampling_params | sampling
         engine = sampling.pop("engine", None)
         if engine is not None:
-            data_rebalance.server.set(list(self.server_manager._server_id_to_handle)[engine])
+            sample_placer.server.set(list(self.server_manager._server_id_to_handle)[engine])
         return await super().run(sampling, **kwargs)
 
 
@@ -49,8 +49,13 @@ class Servers(AgentLoopManager):
                 config=OmegaConf.merge(
                     self.rollout_config, {"data_parallel_size": engines, "expert_parallel_size": engines}
                 ),
-                model_config=self.model_config, workers=[None] * engines, replica_rank=rank,
-                rollout_mode=RolloutMode.STANDALONE, node_rank=0, gpus_per_node=engines, nnodes=1,
+                model_config=self.model_config,
+                workers=[None] * engines,
+                replica_rank=rank,
+                rollout_mode=RolloutMode.STANDALONE,
+                node_rank=0,
+                gpus_per_node=engines,
+                nnodes=1,
                 cuda_visible_devices="",
             )
             for rank, engines in enumerate((1, 2))
@@ -71,25 +76,42 @@ def configuration(model: Path, directory: Path, *overrides: str):
     agents = directory / "agents.yaml"
     agents.write_text(yaml.dump([{"name": "given", "_target_": f"{__name__}.GivenSampling"}]))
     rollout = {
-        "name": "vllm", "load_format": "auto", "dtype": "float32", "enforce_eager": True,
-        "calculate_log_probs": True, "tensor_model_parallel_size": 1, "n_gpus_per_node": 2, "nnodes": 1,
-        "prompt_length": 16, "response_length": 220, "max_model_len": 256, "max_num_seqs": 4,
-        "max_num_batched_tokens": 1024, "agent.num_workers": 1, "agent.agent_loop_config_path": agents,
-        "agent.default_agent_loop": "given", "+enable_sleep_mode": False,
+        "name": "vllm",
+        "load_format": "auto",
+        "dtype": "float32",
+        "enforce_eager": True,
+        "calculate_log_probs": True,
+        "tensor_model_parallel_size": 1,
+        "n_gpus_per_node": 2,
+        "nnodes": 1,
+        "prompt_length": 16,
+        "response_length": 220,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 1024,
+        "agent.num_workers": 1,
+        "agent.agent_loop_config_path": agents,
+        "agent.default_agent_loop": "given",
+        "+enable_sleep_mode": False,
         "+engine_kwargs.vllm.distributed_executor_backend": "uni",
         "+engine_kwargs.vllm.num_gpu_blocks_override": 128,
     }
-    given = [f"{key[:key.startswith('+')]}actor_rollout_ref.rollout.{key.removeprefix('+')}={value}"
-             for key, value in rollout.items()]
+    given = [
+        f"{key[: key.startswith('+')]}actor_rollout_ref.rollout.{key.removeprefix('+')}={value}"
+        for key, value in rollout.items()
+    ]
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", [f"actor_rollout_ref.model.path={model}", *given, *overrides])
 
 
 def batch(sampling: list[dict]) -> DataProto:
     """One prompt of the tiny task a row."""
-    columns = {"sampling": sampling, "raw_prompt": [
-        [{"role": "user", "content": f"{i % 50 + 10}+{i * 7 % 90 + 10}"}] for i in range(len(sampling))
-    ]}
+    columns = {
+        "sampling": sampling,
+        "raw_prompt": [
+            [{"role": "user", "content": f"{i % 50 + 10}+{i * 7 % 90 + 10}"}] for i in range(len(sampling))
+        ],
+    }
     arrays = {name: np.empty(len(sampling), dtype=object) for name in columns}
     for name, column in columns.items():
         arrays[name][:] = column
@@ -109,6 +131,10 @@ def steps_done(server: vLLMHttpServer) -> list[int]:
 
         client.get_output_async = counted
     return client.steps_done
+
+
+def requests_unfinished(server: vLLMHttpServer) -> int:
+    return server.engine.output_processor.get_num_unfinished_requests()
 
 
 def engine_pids(server: vLLMHttpServer) -> list[int]:

@@ -1,5 +1,4 @@
-"""verl's own Megatron worker on tiny Qwen3 models, for the tests here: models, batches, layouts, and the
-oracle.
+"""verl's own Megatron worker on tiny Qwen3 models, for the tests here: models, batches, layouts, the oracle.
 
 The oracle is Hugging Face: the same checkpoint, the same tokens, float32.
 """

@@ -1,12 +1,12 @@
-"""vllm-ascend's own worker and model runner on a CPU: a process that has them imported runs jobs of tests.
+"""vllm-ascend's own worker and model runner on a CPU: a process that has imported them runs the tests' jobs.
 
     def job(path, method): ...           # top level of a test module; arguments and result are JSON
     def test_it(npu_ground, tiny):
         assert npu_ground.run(job, str(tiny / "model"), "ngram") == ...
 
-Each job is forked from the process, so it starts at once and with fresh state. tests/stubs/npu stands in for
-the driver; the schemas of its operators come from the released torch-npu and vllm-ascend. ``generate`` is the
-job that most tests need. VLLM_ASCEND_TREE names another tree than frameworks/vllm_ascend.
+Each job is forked from the process, so it starts at once with fresh state. tests/stubs/npu replaces the
+driver; the schemas of its operators come from the released torch-npu and vllm-ascend. ``generate`` is the
+job that most tests need. VLLM_ASCEND_TREE selects another tree than frameworks/vllm_ascend.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ import traceback
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+
+from warm import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTION = re.compile(rb"\0(hccl_\w+)\0")
@@ -115,7 +117,7 @@ class Ground:
 
     def __enter__(self) -> Ground:
         tree = os.environ.get("VLLM_ASCEND_TREE", ROOT / "frameworks/vllm_ascend")
-        own = [ROOT, ROOT / "tests", ROOT / "tests/patched"]
+        own = [ROOT, ROOT / "tests/patched", ROOT / "tests"]  # tests/ has files of the same names
         path = [ROOT / "tests/stubs/npu", os.environ.get("PYTHONPATH"), tree, *own]
         settings = {
             "PYTHONPATH": os.pathsep.join(map(str, filter(None, path))),
@@ -137,7 +139,7 @@ class Ground:
         self.process.communicate()
         self.directory.cleanup()
 
-    def run(self, function, *args, seconds: float = 240, **kwargs):
+    def run(self, function, *args, seconds: float = PATIENCE_S, **kwargs):
         """What ``function(*args, **kwargs)`` returns in a process with vllm-ascend, through JSON.
 
         Raises:
@@ -205,7 +207,7 @@ def serve() -> None:
 
 def save_random_model(path: Path, moe: bool = False) -> Path:
     """A tiny Qwen3 whose continuations are not as regular as those of the trained one, and its tokenizer."""
-    from ascend_rl.tiny import make_model, make_tokenizer
+    from ascend_rl.recipe.tiny import make_model, make_tokenizer
 
     tokenizer = make_tokenizer()
     for part in (tokenizer, make_model(tokenizer, seed=0, moe=moe)):

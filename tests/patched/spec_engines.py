@@ -18,9 +18,18 @@ def random_model(path):
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=512,
-            tie_word_embeddings=False, initializer_range=0.12, bos_token_id=None, eos_token_id=0,
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+            initializer_range=0.12,
+            bos_token_id=None,
+            eos_token_id=0,
         )  # fmt: skip
     )
     model.save_pretrained(path)

@@ -1,4 +1,4 @@
-"""Replayed graphs: the sequences that attention is given end where the graph's query ends.
+"""Replayed graphs: the sequences passed to attention end where the graph's query ends.
 
 Graphs cannot be captured on a CPU. Here the model runs outside of them, while vllm-ascend's runner pads
 batches and updates the attention of a graph as it would on a device; that attention is really computed, from

@@ -1,4 +1,4 @@
-"""MindSpeed finds the C++ headers of openEuler when it builds operators, where its checkout is present."""
+"""MindSpeed, if its checkout is present, finds openEuler's C++ headers when it builds operators."""
 
 from __future__ import annotations
 

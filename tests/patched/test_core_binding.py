@@ -1,4 +1,4 @@
-"""verl's and vLLM's processes are bound where they start: their own code, in Ray, on two cores."""
+"""verl's and vLLM's processes are bound when they start: their own code, in Ray, on two cores."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ def found():
     if not {0, 1} <= os.sched_getaffinity(0):
         pytest.skip("needs CPUs 0 and 1")
     env = os.environ | {
+        "RAY_ADDRESS": "local",  # not another test's
         "CORE_BINDING": "1",
         "CORE_BINDING_TOPOLOGY": TOPOLOGY,
         "CPU_AFFINITY_CONF": "0",
@@ -73,7 +74,7 @@ def found():
         "MASTER_PORT": "1",
     }
     run = subprocess.run(
-        [sys.executable, "-c", RUN], env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=200
+        [sys.executable, "-c", RUN], env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=600
     )
     return json.loads(run.stdout.splitlines()[-1])
 

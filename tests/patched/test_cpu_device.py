@@ -64,7 +64,7 @@ def _fsdp_rank(rank: int, port: int, model_path: str, results) -> None:
     from verl.utils.distributed import initialize_global_process_group_ray
     from verl.utils.fsdp_utils import get_init_weight_context_manager, load_fsdp_model_to_gpu
 
-    initialize_global_process_group_ray(timeout_second=60)
+    initialize_global_process_group_ray(timeout_second=300)
     with get_init_weight_context_manager(use_meta_tensor=True)():
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     model = FSDP(
@@ -101,7 +101,7 @@ def test_fsdp_on_gloo_equals_one_process(tiny):
     assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)), rel=1e-5)
 
 
-def _ends_well(processes, seconds: float = 120) -> bool:
+def _ends_well(processes, seconds: float = 300) -> bool:
     deadline = time.monotonic() + seconds
     while not processes.join(timeout=1):
         if time.monotonic() > deadline:

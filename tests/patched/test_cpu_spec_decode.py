@@ -1,4 +1,4 @@
-"""vLLM's CPU runner speculates, and what it emits stays the same."""
+"""vLLM's CPU runner speculates, and its output stays the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from spec_engines import Engine, assert_distributed, processed, prompts, random_model
 
-pytestmark = pytest.mark.timeout(300)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ascend_rl.data_rebalance import KEY, attach, place
+from ascend_rl.rollout.data_rebalance import place
+from ascend_rl.rollout.sample_placer import KEY, attach
 
 SERVERS = ("a", "b", "c")
 LENGTH = {"11+1": 3, "12+1": 12, "13+1": 5, "14+1": 9}  # tokens of a response, by the prompt

@@ -1,7 +1,8 @@
-"""verl's loader of Megatron checkpoints fills a model that keeps its experts as weight1/weight2, all of it.
+"""verl's loader of Megatron checkpoints fills all of a model that keeps its experts as weight1/weight2.
 
-The checkpoint is the converter's. Every weight is NaN before the load; after it, each equals what mbridge
-loads from Hugging Face into a model with a weight an expert, in the same layout, transposed and joined here.
+The checkpoint is the converter's. Every weight is NaN before the load; afterwards each equals what mbridge
+loads from Hugging Face into a model with one weight per expert, in the same layout, transposed and joined
+here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from megatron_tiny import make_checkpoint
 from ranks import run_ranks
 
-from ascend_rl import converter
+from ascend_rl.weights import converter
 
 LAYOUTS = [dict(), dict(ep=2), dict(tp=2), dict(tp=2, ep=2), dict(tp=2, etp=2), dict(pp=2)]
 # USE_ALLTOALL_OVERLAP, kind of experts (te: a weight each), layout
@@ -83,7 +84,6 @@ def load_in(rank: int, paths: dict[str, str]) -> dict:
     return results
 
 
-@pytest.mark.timeout(240)
 def test_every_weight_is_restored_in_every_layout(tmp_path):
     for kind in ("moe", "dense"):
         make_checkpoint(kind, tmp_path / kind)
@@ -91,7 +91,7 @@ def test_every_weight_is_restored_in_every_layout(tmp_path):
     converter.to_mcore(tmp_path / "moe", tmp_path / "mcore", options)
     converter.to_mcore(tmp_path / "dense", tmp_path / "mcore_dense", converter.Options(quiet=True))
     paths = {"moe": "moe", "mcore": "mcore", "dense": "mcore_dense"}
-    for results in run_ranks(2, load_in, {k: str(tmp_path / v) for k, v in paths.items()}, seconds=220):
+    for results in run_ranks(2, load_in, {k: str(tmp_path / v) for k, v in paths.items()}):
         assert results.pop("value model") == ["output_layer.weight"]
         error, _ = results.pop(("0", "grouped", str(dict(ep=2))))
         assert "are not loaded unless USE_ALLTOALL_OVERLAP=1" in error

@@ -1,7 +1,7 @@
-"""verl's use_original_torch_compile undoes MindSpeed's torch.compile, and puts it back however its body ends.
+"""verl's use_original_torch_compile undoes MindSpeed's torch.compile, and restores it however its body ends.
 
-Runs with the patch manager of MindSpeed where frameworks/mindspeed is present, and with a stand-in that keeps
-its contract (2.3.0: ``is_applied`` is a bool, ``remove_patch`` forgets the replacement) everywhere.
+Runs with MindSpeed's patch manager if frameworks/mindspeed is present, and everywhere with a stub that keeps
+its contract (2.3.0: ``is_applied`` is a bool, ``remove_patch`` forgets the replacement).
 """
 
 from __future__ import annotations

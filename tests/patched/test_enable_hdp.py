@@ -1,4 +1,4 @@
-"""verl's Megatron actor under USE_HDP=1 on megatron-core 0.12.1 learns what it learns without.
+"""verl's Megatron actor on megatron-core 0.12.1 learns the same with USE_HDP=1 as without.
 
 The oracle is Hugging Face in one process on the whole mini-batch: log-probs, gradient norms and the weights
 after two updates by AdamW agree, whichever rings (of 1 to 4 ranks) and micro-batches the plan has. What ranks
@@ -17,7 +17,7 @@ from megatron_tiny import RESPONSE, Layout, exported, make_batch, make_checkpoin
 from ranks import run_ranks
 from test_megatron_actor import OVERRIDES, UPDATES, reference, update
 
-from ascend_rl.hdp_training import RINGS, HybridDataParallel, Ring, whole_batch_info
+from ascend_rl.hdp.hdp_training import RINGS, HybridDataParallel, Ring, whole_batch_info
 
 RECOMPUTE = tuple(
     f"+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_{name}"
@@ -148,11 +148,10 @@ def test_engine_workers_are_refused(monkeypatch):
         MegatronEngine(None, None, None, None)
 
 
-@pytest.mark.timeout(240)
 def test_rings_learn_what_plain_cp_and_hugging_face_learn(tmp_path):
     paths = {kind: make_checkpoint(kind, tmp_path / kind, layers=2) for kind in ("dense", "moe")}
     dump = tmp_path / "hdp.jsonl"
-    ranks = run_ranks(4, learn_in, paths, str(dump), seconds=220)
+    ranks = run_ranks(4, learn_in, paths, str(dump))
     known, sent = {}, []
     for number, (layout, cap) in enumerate(RUNS):
         dp = 4 // (layout.tp * layout.pp * layout.cp)

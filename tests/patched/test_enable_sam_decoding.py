@@ -1,4 +1,4 @@
-"""speculative_config={"method": "sam"}: validated, reached, lossless, greedy and sampled."""
+"""speculative_config={"method": "sam"} is validated, takes effect, and is lossless, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from spec_engines import (
     teacher_forced,
 )
 
-pytestmark = pytest.mark.timeout(300)
 SAM = {"method": "sam", "num_speculative_tokens": 6}
 
 
@@ -31,9 +30,9 @@ def test_config_stays_sam_and_refuses_what_it_cannot_do():
     for wrong, message in [
         ({"num_speculative_tokens": 129}, "needs num_speculative_tokens from 1 to 128, got 129"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
-        ({"model": "some/draft"}, "model would do nothing with method sam"),
-        ({"prompt_lookup_max": 4}, "prompt_lookup_max would do nothing"),
-        ({"disable_by_batch_size": 4}, "disable_by_batch_size would do nothing"),
+        ({"model": "some/draft"}, "model has no effect with method sam"),
+        ({"prompt_lookup_max": 4}, "prompt_lookup_max has no effect"),
+        ({"disable_by_batch_size": 4}, "disable_by_batch_size has no effect"),
     ]:
         with pytest.raises(ValueError, match=message):
             SpeculativeConfig(**SAM | wrong)
@@ -65,7 +64,7 @@ def sam(model):
 @pytest.fixture
 def always_drafts(monkeypatch):
     """Drafts that fail do not stop the next ones: many more rejections to get wrong."""
-    monkeypatch.setattr("ascend_rl.sam_decoding.FREE_DEBT", 1000)
+    monkeypatch.setattr("ascend_rl.speculation.sam_decoding.FREE_DEBT", 1000)
 
 
 def given(**options):
@@ -83,7 +82,7 @@ def expected(plain):
 
 
 def test_greedy_is_the_same_in_fewer_steps(plain, sam, expected):
-    from ascend_rl.sam_decoding import SamProposer
+    from ascend_rl.speculation.sam_decoding import SamProposer
 
     assert isinstance(sam.proposer, SamProposer)
     assert sam.tokens(prompts(40), given(max_tokens=100)) == expected
@@ -194,10 +193,11 @@ def test_log_probs_of_every_token_greedy_and_sampled(model, sam, always_drafts):
 
 
 def test_random_text_gets_few_drafts(sam):
-    """A request without luck drafts ever more rarely; with luck again, it is back at once."""
+    """The first requests without luck teach that such drafts fail, whatever text came before them."""
     torch.manual_seed(0)
     rng = np.random.default_rng(1)
     noise = given(max_tokens=200, temperature=5.0)
-    sam.tokens([rng.integers(1, 12, 20).tolist() for _ in range(16)], noise)
-    assert sam.counts["drafted"] < 0.1 * 16 * 200
+    for _ in range(2):
+        sam.tokens([rng.integers(1, 12, 20).tolist() for _ in range(16)], noise)
+    assert sam.counts["drafted"] < 0.05 * 16 * 200
     assert sam.counts["steps"] == 200

@@ -1,4 +1,4 @@
-"""vllm-ascend's EPLB worker process with our policy: what it sends, and what becomes of its failures."""
+"""vllm-ascend's EPLB worker process with our policy: what it sends, and how its failures are handled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def updates(policy: int, action: str) -> dict:
     import torch
     import torch.distributed as dist
 
-    from ascend_rl.eplb import ascend_expert_maps
+    from ascend_rl.experts.eplb import ascend_expert_maps
     from vllm_ascend.eplb.core.eplb_worker import EplbProcess
     from vllm_ascend.eplb.eplb_updator import EplbUpdator
 
@@ -64,7 +64,7 @@ def updates(policy: int, action: str) -> dict:
 def test_the_worker_sends_our_placement(npu_ground):
     import numpy as np
 
-    from ascend_rl.eplb import ascend_expert_maps, rebalance_table
+    from ascend_rl.experts.eplb import ascend_expert_maps, rebalance_table
 
     done = npu_ground.run(updates, 4, "")
     assert done["policy"] == "VllmAscendPolicy"
@@ -89,4 +89,4 @@ def test_other_policies_are_there_as_before(npu_ground):
     "action, message", [("no maps", "Failed to get expert_maps"), ("killed", "exit code -9")]
 )
 def test_failures_surface(npu_ground, action, message):
-    assert message in npu_ground.run(updates, 4, action, seconds=60)["error"]
+    assert message in npu_ground.run(updates, 4, action)["error"]

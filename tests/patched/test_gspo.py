@@ -39,7 +39,8 @@ def batch(seed: int = 0, rows: int = 16, width: int = 11) -> dict[str, torch.Ten
     old = -generator.exponential(1.0, (rows, width))
     new = old + 0.1 * generator.normal(size=(rows, width)) + 0.04 * generator.normal(size=(rows, 1))
     return {
-        "old_log_prob": torch.tensor(old), "log_prob": torch.tensor(new),
+        "old_log_prob": torch.tensor(old),
+        "log_prob": torch.tensor(new),
         "advantages": torch.tensor(generator.normal(size=(rows, 1)) * np.ones((rows, width))),
         "response_mask": torch.tensor(mask).long(),
     }

@@ -1,47 +1,107 @@
-"""Every patch is needed by its test: leave the patch out, and the test named in its header fails."""
+"""Every patch is needed by its test: leave the patch out, and the test named in its header fails.
+
+A proof is cached in data/proofs under a hash of all it depends on, and repeated when that changes, or with
+pytest's option --prove. Each is a pytest run of its own, forked from a process that has imported what the
+frameworks import, but no framework.
+"""
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import os
 import re
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from warm import Warm
 
-PATCHES = sorted((Path(__file__).resolve().parents[2] / "patches").glob("*/*.patch"))
+ROOT = Path(__file__).resolve().parents[2]
+PATCHES = sorted((ROOT / "patches").glob("*/*.patch"))
+REMEMBERED = ROOT / "data/proofs"
+HELPERS = [ROOT / "tests", ROOT / "tests/patched"]
+# On every proof's path: the algorithms, the stubs, the fixtures, the code that makes variants.
+SHARED = ["ascend_rl", "tests/stubs", "tests/conftest.py", "tests/patched/conftest.py", "internal/cpu_env.sh"]
+LIBRARIES = (
+    "pytest torch torchvision transformers tensordict datasets ray hydra numba scipy.stats accelerate peft "
+    "fastapi openai compressed_tensors"
+).split()
+
+
+def named_tests(patch: Path) -> list[str]:
+    return re.search(r"^Test: (.+)$", patch.read_text(), re.M).group(1).split()
+
+
+def with_helpers(paths: set[Path]) -> set[Path]:
+    """Test files and the helper modules of tests/ that they import, directly or not."""
+    found, left = set(), set(paths)
+    while left:
+        found.add(path := left.pop())
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            left |= {f for name in names for d in HELPERS if (f := d / f"{name}.py").is_file()} - found
+    return found
+
+
+def fingerprint(patch: Path) -> str:
+    """A hash of the patch, its tests with their helpers, what is shared, and the pins.
+
+    The lock's hashes of patched trees are left out: they change with every patch.
+    """
+    files = {patch, Path(__file__)} | with_helpers({ROOT / test for test in named_tests(patch)})
+    for place in SHARED:
+        path = ROOT / place
+        files |= {f for f in path.rglob("*") if f.suffix in (".py", ".yaml")} if path.is_dir() else {path}
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file.relative_to(ROOT)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    pins = re.sub(r"^tree = .*$", "", (ROOT / "frameworks.lock").read_text(), flags=re.M)
+    digest.update(pins.encode())
+    return digest.hexdigest()
 
 
 @pytest.fixture(scope="module")
-def outcomes(request, root, tree_without):
-    """By patch: its tests, run on a tree that lacks it. Two at a time: imports keep one core busy."""
-
-    def run(patch: Path) -> subprocess.CompletedProcess:
-        tests = re.search(r"^Test: (.+)$", patch.read_text(), re.M).group(1).split()
-        variant = tree_without(patch.parent.name, [patch.stem.split("-")[-1]])
-        # vllm_ascend is no part of the ordinary environment: on its path, it would be vLLM's platform.
-        place = "VLLM_ASCEND_TREE" if patch.parent.name == "vllm_ascend" else "PYTHONPATH"
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
-            cwd=root, env=os.environ | {place: str(variant)},
-            capture_output=True, text=True, timeout=300,
-        )
-
-    patches = [item.callspec.params["patch"] for item in request.session.items if item.path == request.path]
-    with ThreadPoolExecutor(2) as pool:
-        yield {patch: pool.submit(run, patch) for patch in patches
-               if (root / "frameworks" / patch.parent.name).is_dir()}
-        pool.shutdown(cancel_futures=True)
+def warm():
+    warm = Warm(LIBRARIES)
+    yield warm
+    warm.stop()
 
 
-@pytest.mark.timeout(600)
+def run_pytest(_, tests: list[str], variant: str, log: str) -> int:
+    """In a forked process: the status of pytest, with the variant first on the path if it is given."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        del os.environ[name]
+    if variant:
+        sys.path.insert(0, variant)
+    os.chdir(ROOT)
+    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
+
+
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_its_test_fails_without_it(patch, outcomes):
-    if patch not in outcomes:
+def test_its_test_fails_without_it(patch, request, tmp_path, tree_without, warm):
+    key, remembered = fingerprint(patch), REMEMBERED / patch.stem
+    if not request.config.getoption("prove") and remembered.is_file() and remembered.read_text() == key:
+        return
+    if not (ROOT / "frameworks" / patch.parent.name).is_dir():
         pytest.skip(f"no {patch.parent.name} checkout")
-    run = outcomes[patch].result()
-    assert run.returncode == 1, (
-        f"expected failing tests, got status {run.returncode}:\n{run.stdout[-3000:]}{run.stderr[-1000:]}"
+    variant, log = str(tree_without(patch.parent.name, [patch.stem.split("-")[-1]])), tmp_path / "log"
+    # vllm_ascend and roll are no part of the ordinary environment: on its path, the first would be vLLM's
+    # platform.
+    place = "VLLM_ASCEND_TREE" if patch.parent.name == "vllm_ascend" else "PYTHONPATH"
+    first = variant if place == "PYTHONPATH" else ""
+    (status,) = warm.run(1, run_pytest, named_tests(patch), first, str(log), **{place: variant})
+    assert status == pytest.ExitCode.TESTS_FAILED, (
+        f"expected failing tests, got {status}:\n{log.read_text()[-4000:]}"
     )
+    REMEMBERED.mkdir(parents=True, exist_ok=True)
+    remembered.write_text(key)
+
+
+def test_what_a_proof_rests_on_includes_the_helpers_of_its_test():
+    files = {f.name for f in with_helpers({ROOT / "tests/patched/test_megatron_models.py"})}
+    assert files == {"test_megatron_models.py", "megatron_tiny.py", "ranks.py", "warm.py"}

@@ -1,10 +1,10 @@
-"""The options that the linter reads from vLLM's sources are those that vLLM itself takes."""
+"""The options that the linter reads from vLLM's sources are those that vLLM itself accepts."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from ascend_rl import lint_options
+from ascend_rl.preflight import lint_options
 
 
 def test_the_options_are_those_of_vllms_parser():

@@ -1,5 +1,4 @@
-"""verl's Megatron actor on megatron-core 0.12.1 learns the same in every layout, and resumes where it
-stopped.
+"""verl's Megatron actor on megatron-core 0.12.1 learns the same in every layout, and resumes correctly.
 
 The oracle is the loss of verl on Hugging Face's log-probs, one process, differentiated by torch: gradient
 norms and the weights after two updates by AdamW agree. A checkpoint saved by verl's manager and loaded into a
@@ -133,10 +132,9 @@ def reference(
     return first, norms, model.state_dict()
 
 
-@pytest.mark.timeout(240)
 def test_every_layout_learns_the_same_and_resumes(tmp_path):
     paths = {kind: make_checkpoint(kind, tmp_path / kind) for kind in ("dense", "moe")}
-    ranks = run_ranks(4, learn_in, LAYOUTS, paths, tmp_path, seconds=220)
+    ranks = run_ranks(4, learn_in, LAYOUTS, paths, tmp_path)
     expected = {kind: reference(path, make_batch()) for kind, path in paths.items()}
     for number, layout in enumerate(LAYOUTS):
         _, norms, weights = expected[layout.kind]

@@ -1,9 +1,8 @@
-"""verl's Megatron path on megatron-core 0.12.1 computes what Hugging Face computes, in every layout, on a
-CPU.
+"""verl's Megatron path on megatron-core 0.12.1 computes the same as Hugging Face in every layout, on a CPU.
 
 Weights go Hugging Face -> mbridge -> megatron-core -> Hugging Face's names (both of verl's exports) bit for
-bit; log-probs of verl's worker agree within 1e-5. The layouts take turns in the same processes, which take
-long to start.
+bit; log-probs of verl's worker agree within 1e-5. The layouts take turns in the same processes, which are
+slow to start.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron_tiny import (
 )
 from ranks import run_ranks
 
-from ascend_rl.reshard import Train
+from ascend_rl.weights.reshard import Train
 
 LAYOUTS = {
     1: [Layout(), Layout("moe")],
@@ -95,11 +94,10 @@ def different(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -
     ]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_every_layout_equals_hugging_face(world, tmp_path):
     paths = {kind: make_checkpoint(kind, tmp_path / kind) for kind in ("dense", "moe")}
-    for rank, results in enumerate(run_ranks(world, forward_in, LAYOUTS[world], paths, seconds=220)):
+    for rank, results in enumerate(run_ranks(world, forward_in, LAYOUTS[world], paths)):
         for layout, (error, *wrong_names) in zip(LAYOUTS[world], results, strict=True):
             assert error <= 1e-5, f"{layout}, rank {rank}: log-probs are off by {error}"
             assert wrong_names == [[], []], f"{layout}, rank {rank}"

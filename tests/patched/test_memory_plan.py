@@ -1,4 +1,4 @@
-"""ascend_rl.memory_plan counts what the frameworks themselves hold on a rank.
+"""ascend_rl.planning counts what the frameworks really hold on a rank.
 
 Megatron-core's own model, parameter by parameter: the real Qwen3-235B on 128 ranks, with torch's fake process
 group for the other ranks and the meta device for memory. FSDP as verl wraps it, byte by byte: small models on
@@ -13,10 +13,11 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from ascend_rl import memory_plan as mp
+from ascend_rl.planning import fsdp_memory, layouts, megatron_memory, tensors
+from ascend_rl.settings.model import Model
 
 
-def held_by(model: mp.Model, rank: int, layout: mp.Training) -> int:
+def held_by(model: Model, rank: int, layout: layouts.Training) -> int:
     """Parameters of the GPTModel that megatron-core builds on this rank."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -25,7 +26,7 @@ def held_by(model: mp.Model, rank: int, layout: mp.Training) -> int:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    split = layout.layer_split or mp.split_layers(model.layers, layout.pp)
+    split = layout.layer_split or megatron_memory.split_layers(model.layers, layout.pp)
     options: dict = {}
     if model.experts:
         options |= dict(num_moe_experts=model.experts, moe_router_topk=model.experts_per_token)
@@ -102,20 +103,20 @@ def without_devices(monkeypatch):
 @pytest.mark.parametrize(
     "name,layout",
     [
-        ("qwen3-235b-a22b", mp.Training(dies=128, tp=4, pp=4, cp=4, ep=32)),  # published
-        ("qwen3-235b-a22b", mp.Training(dies=64, tp=4, pp=2, ep=16, etp=2)),
-        ("qwen3-32b", mp.Training(dies=32, tp=8, pp=2, cp=2)),  # published
-        ("qwen2.5-3b", mp.Training(dies=4, tp=2, pp=2)),  # tied embeddings on both ends
-        ("qwen2.5-3b", mp.Training(dies=2, tp=2)),
+        ("qwen3-235b-a22b", layouts.Training(dies=128, tp=4, pp=4, cp=4, ep=32)),  # published
+        ("qwen3-235b-a22b", layouts.Training(dies=64, tp=4, pp=2, ep=16, etp=2)),
+        ("qwen3-32b", layouts.Training(dies=32, tp=8, pp=2, cp=2)),  # published
+        ("qwen2.5-3b", layouts.Training(dies=4, tp=2, pp=2)),  # tied embeddings on both ends
+        ("qwen2.5-3b", layouts.Training(dies=2, tp=2)),
     ],
 )
 def test_every_stage_holds_what_megatron_builds(name, layout, without_devices):
-    model = mp.Model.load(name)
+    model = Model.load(name)
     dies = layout.dies // layout.pp
-    for index, stage in enumerate(mp.training_stages(model, layout)):
+    for index, stage in enumerate(megatron_memory.training_stages(model, layout)):
         built = held_by(model, rank=index * dies + dies - 1, layout=layout)
-        assert stage.weights == mp.WEIGHT_BYTES * built
-        assert stage.gradients == mp.GRADIENT_BYTES * built
+        assert stage.weights == tensors.WEIGHT_BYTES * built
+        assert stage.gradients == megatron_memory.GRADIENT_BYTES * built
 
 
 @pytest.mark.parametrize(
@@ -123,9 +124,9 @@ def test_every_stage_holds_what_megatron_builds(name, layout, without_devices):
     [dict(tp=8), dict(cp=3), dict(ep=3), dict(ep=64)],
 )
 def test_what_the_planner_refuses_megatron_refuses(change, without_devices):
-    model = mp.Model.load("qwen3-235b-a22b")
-    layout = replace(mp.Training(dies=128, tp=4, pp=4, cp=4, ep=32), **change)
-    assert mp.training_problems(model, layout)
+    model = Model.load("qwen3-235b-a22b")
+    layout = replace(layouts.Training(dies=128, tp=4, pp=4, cp=4, ep=32), **change)
+    assert layouts.training_problems(model, layout)
     with pytest.raises((AssertionError, RuntimeError, ValueError, ZeroDivisionError)):
         held_by(model, rank=0, layout=layout)
 
@@ -224,18 +225,18 @@ def bytes_held(rank: int) -> tuple[list[tuple[int, int, int]], list[dict[str, in
 
 
 def test_fsdp_holds_what_is_planned():
-    ranks = run_ranks(4, bytes_held, seconds=150)
+    ranks = run_ranks(4, bytes_held)
     for index, (config, version, size) in enumerate(WRAPPED):
-        layout = mp.Fsdp(dies=4, version=version, size=size, max_token_len_per_gpu=64)
-        plan = mp.plan_fsdp(mp.Model.from_config(config), layout)
+        layout = layouts.Fsdp(dies=4, version=version, size=size, max_token_len_per_gpu=64)
+        plan = fsdp_memory.plan_fsdp(Model.from_config(config), layout)
         planned = (plan.weights, plan.gradients, plan.optimizer)
         assert ranks[0][0][index] == planned, (config, version, size)
         for found, _ in ranks[1:]:  # the moments of the last ranks have no padding
             assert found[index][:2] == planned[:2] and found[index][2] <= planned[2]
 
-    plan = mp.plan_fsdp(mp.Model.from_config(SMALL), mp.Fsdp(dies=4, max_token_len_per_gpu=64))
+    plan = fsdp_memory.plan_fsdp(Model.from_config(SMALL), layouts.Fsdp(dies=4, max_token_len_per_gpu=64))
     during_backward, during_step = ranks[0][1]
     moving = ("Unsharded Param", "Unsharded Grad", "All Gather", "Reduce Scatter", "Temp")
     assert 0.7 <= sum(during_backward[kind] for kind in moving) / plan.gathered <= 1
-    steps = 4 * len(mp.layer_shapes(mp.Model.from_config(SMALL))) * SMALL["num_hidden_layers"] + 4 * 3
+    steps = 4 * len(fsdp_memory.layer_shapes(Model.from_config(SMALL))) * SMALL["num_hidden_layers"] + 4 * 3
     assert during_step["OptState"] == plan.optimizer + plan.step + steps  # AdamW counts steps in tensors

@@ -1,8 +1,8 @@
-"""The bodies of the Megatron tests again, on MindSpeed's modules, where frameworks/mindspeed is present.
+"""The Megatron tests again on MindSpeed's modules, if frameworks/mindspeed is present.
 
 verl enables MindSpeed as on an NPU: its adaptor is imported before Megatron, and the worker's configuration
-goes through ``repatch``. MindSpeed runs unchanged; tests/stubs/npu stands in for torch_npu, whose kernels are
-a few lines of torch there, and nothing stands in for TransformerEngine. Forward passes and exports only.
+goes through ``repatch``. MindSpeed runs unchanged; tests/stubs/npu replaces torch_npu, whose kernels are a
+few lines of torch there, and nothing replaces TransformerEngine. Forward passes and exports only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ranks import run_ranks
 from test_megatron_models import forward_in
 from test_weight_converter_alltoall_overlap import export_in
 
-from ascend_rl import converter
+from ascend_rl.weights import converter
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = [Path(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
@@ -26,7 +26,7 @@ needs_mindspeed = pytest.mark.skipif(
     not (MINDSPEED / "mindspeed").is_dir(),
     reason="frameworks/mindspeed is absent: ./download_frameworks_source_code.sh --only mindspeed",
 )
-pytestmark = [needs_mindspeed, pytest.mark.timeout(240)]
+pytestmark = needs_mindspeed
 
 
 def options(**values) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def test_every_layout_equals_hugging_face(tmp_path):
     settings = converter.Options(quiet=True, layout="grouped", ep_size=2)
     converter.to_mcore(paths["moe"], tmp_path / "mcore", settings)
     stubs = (ROOT / "tests/stubs/npu", MINDSPEED)
-    ranks = run_ranks(2, on_mindspeed, paths, tmp_path / "mcore", seconds=220, stubs=stubs)
+    ranks = run_ranks(2, on_mindspeed, paths, tmp_path / "mcore", stubs=stubs)
     for rank, (forward, overlapping, kernels) in enumerate(ranks):
         assert {"npu_fusion_attention", "npu_grouped_matmul", "npu_gmm"} <= kernels
         for layout, (error, *wrong) in zip(LAYOUTS + OVERLAPPING, forward + overlapping, strict=True):

@@ -1,7 +1,7 @@
-"""USE_HDP=1 on MindSpeed's ring attention, where frameworks/mindspeed is present: as in test_enable_hdp.py.
+"""USE_HDP=1 on MindSpeed's ring attention, if frameworks/mindspeed is present: as in test_enable_hdp.py.
 
-MindSpeed's own communication and its own forward and backward of ring attention run; tests/stubs/npu stands
-in for the kernels of a step.
+MindSpeed's own communication and its own forward and backward of ring attention run; tests/stubs/npu replaces
+the kernels of a step.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
 from megatron_tiny import Layout, make_checkpoint
 from ranks import run_ranks
 from test_enable_hdp import KL, batch_of_many_lengths, compare, learn
@@ -17,7 +16,7 @@ from test_megatron_actor import reference
 from test_mindspeed import FLASH, MINDSPEED, needs_mindspeed, options
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [needs_mindspeed, pytest.mark.timeout(240)]
+pytestmark = needs_mindspeed
 
 
 def ring(size: int) -> Layout:
@@ -51,7 +50,7 @@ def on_mindspeed(rank: int, path: Path) -> list[dict]:
 
 def test_rings_learn_what_hugging_face_learns(tmp_path):
     path = make_checkpoint("dense", tmp_path / "dense", layers=2)
-    ranks = run_ranks(4, on_mindspeed, path, seconds=220, stubs=(ROOT / "tests/stubs/npu", MINDSPEED))
+    ranks = run_ranks(4, on_mindspeed, path, stubs=(ROOT / "tests/stubs/npu", MINDSPEED))
     sent = []
     for number, (layout, cap) in enumerate(RUNS):
         results = [results[number] for results in ranks]

@@ -1,4 +1,4 @@
-"""With ALL_TO_ALL_RESHARD=1 each vLLM worker is sent its own experts, bit for bit, and no other.
+"""With ALL_TO_ALL_RESHARD=1 each vLLM worker receives its own experts, bit for bit, and no others.
 
 Training is verl's Megatron worker in gloo processes; what its rollout_mode hands to the rollout is compared
 with the Hugging Face checkpoint. Then vLLM's model, as each EP rank builds it, loads such a stream through
@@ -160,7 +160,7 @@ def test_what_cannot_work_is_refused():
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
-    from ascend_rl.moe_alltoallv import check
+    from ascend_rl.weights.moe_alltoallv import check
 
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_megatron_trainer", ["actor_rollout_ref.rollout.name=vllm"]).actor_rollout_ref
@@ -206,7 +206,6 @@ def loaded(worker) -> dict[str, torch.Tensor]:
     return {k: v.detach().clone() for k, v in worker.worker.model_runner.model.named_parameters()}
 
 
-@pytest.mark.timeout(90)
 def test_vllm_loads_its_experts_and_insists_on_them(path, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
@@ -227,17 +226,18 @@ def test_vllm_loads_its_experts_and_insists_on_them(path, monkeypatch, tmp_path)
             )
             assert torch.equal(weights[f"{name}.w13_weight"], torch.cat([gate, up], 1))
             assert torch.equal(weights[f"{name}.w2_weight"], down)
-        with pytest.raises(AssertionError, match="24 tensors are missing .* 24 of other workers came"):
+        with pytest.raises(
+            AssertionError, match="24 tensors of .* are missing .* 24 of other workers arrived"
+        ):
             sync(llm, own_weights(state, needed(rank - 1, sizes)))
     short = own_weights(state, experts)
     del short[f"model.layers.2.mlp.experts.{experts[1]}.up_proj.weight"]
-    with pytest.raises(AssertionError, match="1 tensors are missing"):
+    with pytest.raises(AssertionError, match="1 tensors of .* are missing"):
         sync(llm, short)
 
 
-@pytest.mark.timeout(150)
 def test_a_worker_is_sent_exactly_its_experts(path):
-    ranks, state = run_ranks(2, sync_in, path, seconds=130), hugging_face(path).state_dict()
+    ranks, state = run_ranks(2, sync_in, path), hugging_face(path).state_dict()
     for rank, results in enumerate(ranks):
         for (layout, sizes), result in zip(CASES, results, strict=True):
             case = f"{layout} -> TP{sizes[0]} DP{sizes[1]} EP{sizes[2]}, rank {rank}"

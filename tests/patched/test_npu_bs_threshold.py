@@ -1,4 +1,4 @@
-"""NPUModelRunner drafts in batches up to the threshold only, and its output does not change."""
+"""NPUModelRunner drafts only in batches up to the threshold, and its output does not change."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def speculating(method: str, **options) -> dict:
 
 def test_a_threshold_of_zero_is_refused(npu_ground, tiny):
     runs = {"refused": (speculating("ngram"), 0)}
-    with pytest.raises(AssertionError, match="give a batch size from 1, or unset it"):
+    with pytest.raises(AssertionError, match="give a batch size of 1 or more, or unset it"):
         npu_ground.run(drafting, str(tiny / "model"), repeating(len(NEW_TOKENS)), runs)
 
 

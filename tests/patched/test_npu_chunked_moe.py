@@ -1,4 +1,4 @@
-"""MoE layers of vllm-ascend's runner in chunks: the same log-probs, from fewer tokens at a time."""
+"""MoE layers of vllm-ascend's runner in chunks: the same log-probs, with fewer tokens at a time."""
 
 from __future__ import annotations
 

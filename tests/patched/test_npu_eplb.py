@@ -1,4 +1,4 @@
-"""With EPLB on, vllm-ascend's rollout computes with the trainer's weights, wherever its experts have moved.
+"""With EPLB on, vllm-ascend's rollout computes with the trainer's weights, wherever its experts moved.
 
 Two ranks, each with vllm-ascend's worker, runner and EPLB process, on the CPU; the weight sync is verl's. The
 oracle is Hugging Face with the same weights: log-probs of the whole vocabulary at each position.
@@ -208,7 +208,7 @@ def planned_layers(policy: int) -> list[int]:
 
     import torch.distributed as dist
 
-    from ascend_rl.eplb import ascend_expert_maps
+    from ascend_rl.experts.eplb import ascend_expert_maps
     from vllm_ascend.eplb.core.eplb_worker import EplbWorker
 
     load = torch.tensor([[[9, 1], [2, 1]], [[1, 1], [1, 1]], [[1, 2], [1, 9]]])

@@ -1,4 +1,4 @@
-"""npugraph_ex asks torchair for static kernels when told to, for the sizes of decode graphs."""
+"""npugraph_ex requests static kernels from torchair if so configured, for the sizes of decode graphs."""
 
 from __future__ import annotations
 
@@ -75,13 +75,15 @@ def compile_all(path: str, cases: list) -> list[dict]:
             config.compilation_config.adjust_cudagraph_sizes_for_spec_decode(1 + drafts, 1)
         dispatcher = CudagraphDispatcher(config)
         dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, 1 + drafts)
-        answers.append({
-            "static": kernels._aclnn_static_shape_kernel,
-            "sizes": kernels._aclnn_static_shape_kernel_sym_value_range,
-            "ranks": os.environ.get("LOCAL_WORLD_SIZE"),
-            "graphs": sorted(key.num_tokens for key in dispatcher.cudagraph_keys[CUDAGraphMode.FULL]),
-            "rest": [options.mode, options.debug.run_eagerly],
-        })
+        answers.append(
+            {
+                "static": kernels._aclnn_static_shape_kernel,
+                "sizes": kernels._aclnn_static_shape_kernel_sym_value_range,
+                "ranks": os.environ.get("LOCAL_WORLD_SIZE"),
+                "graphs": sorted(key.num_tokens for key in dispatcher.cudagraph_keys[CUDAGraphMode.FULL]),
+                "rest": [options.mode, options.debug.run_eagerly],
+            }
+        )
     return answers
 
 

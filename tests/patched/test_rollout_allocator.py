@@ -30,7 +30,6 @@ except Reached:
 """
 
 
-@pytest.mark.timeout(200)
 def test_npu_allocator_is_switched(root, tmp_path):
     if not (root / "frameworks/roll").is_dir():
         pytest.skip("no roll checkout")

@@ -32,7 +32,7 @@ class Engine:
 
 def server(use_tqdm: bool):
     """A vLLMHttpServer that has been launched."""
-    from ascend_rl.rollout_progress import Requests
+    from ascend_rl.rollout.rollout_progress import Requests
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     made = object.__new__(vLLMHttpServer)

@@ -1,4 +1,4 @@
-"""Requests move between real vLLM servers of verl and the DP engines of one: same responses, sooner done."""
+"""Requests move between verl's real vLLM servers and one server's DP engines: same responses, done sooner."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ascend_rl.request_mover import RequestMover, RolloutRebalanceConfig, has_died
-from ascend_rl.rollout_rebalance import Move
+from ascend_rl.rollout.request_mover import RequestMover, RolloutRebalanceConfig, has_died, server_of
+from ascend_rl.rollout.rollout_rebalance import Move
 
-pytestmark = pytest.mark.timeout(600)
 KEY = "actor_rollout_ref.rollout.rollout_rebalance"
 
 
@@ -56,7 +55,7 @@ def test_off_by_default_and_two_ways_to_switch_it_on(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     """A random Qwen3-MoE."""
-    from ascend_rl.tiny import make_model, make_tokenizer
+    from ascend_rl.recipe.tiny import make_model, make_tokenizer
 
     path, tokenizer = tmp_path_factory.mktemp("moe"), make_tokenizer()
     tokenizer.save_pretrained(path)
@@ -66,16 +65,17 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def manager(checkpoint, tmp_path_factory):
-    """verl's AgentLoopManager over servers that can move requests; nobody asks them to, yet."""
+    """verl's AgentLoopManager over servers that can move requests, but are not yet asked to."""
     import ray
     from live_servers import Servers, configuration
 
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # the servers' processes import live_servers too
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    config = configuration(checkpoint, tmp_path_factory.mktemp("servers"),
-                           f"{KEY}.enable=True", f"{KEY}.check_interval_s=0.03")
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    config = configuration(
+        checkpoint, tmp_path_factory.mktemp("servers"), f"{KEY}.enable=True", f"{KEY}.check_interval_s=0.03"
+    )
     manager = Servers.create(config)
     manager.rollout_config.rollout_rebalance.enable = False  # here, in the driver
     yield manager
@@ -100,11 +100,13 @@ def rollout(manager, sampling, mover=None, beside=None):
     responses = []
     for row in range(len(output)):
         mask, length = rows["attention_mask"][row].bool(), int(rows["response_mask"][row].sum())
-        responses.append(SimpleNamespace(
-            prompt=rows["prompts"][row][mask[:width]].tolist(),
-            tokens=rows["responses"][row][:length].tolist(),
-            log_probs=rows["rollout_log_probs"][row][:length],
-        ))
+        responses.append(
+            SimpleNamespace(
+                prompt=rows["prompts"][row][mask[:width]].tolist(),
+                tokens=rows["responses"][row][:length].tolist(),
+                log_probs=rows["rollout_log_probs"][row][:length],
+            )
+        )
     return SimpleNamespace(responses=responses, steps=steps, timing=output.meta_info["timing"])
 
 
@@ -115,8 +117,11 @@ def moved(manager, sampling, beside=None):
         found = rollout(manager, sampling, beside=beside)
     finally:
         manager.rollout_config.rollout_rebalance.enable = False
-    found.did = {key.removeprefix("rollout_rebalance/"): value for key, value in found.timing.items()
-                 if key.startswith("rollout_rebalance/")}
+    found.did = {
+        key.removeprefix("rollout_rebalance/"): value
+        for key, value in found.timing.items()
+        if key.startswith("rollout_rebalance/")
+    }
     return found
 
 
@@ -158,8 +163,10 @@ def test_a_skewed_rollout_has_the_same_responses(manager, unmoved, model):
     found = moved(manager, SKEWED)
     assert "rollout_rebalance/moves" not in unmoved.timing
     difference, error = same(found, unmoved), model(found.responses)
-    print(f"\nengine steps {unmoved.steps} -> {found.steps}; log-probs differ by {difference:.1e}, from "
-          f"Hugging Face by {error:.1e} ({model(unmoved.responses):.1e} without moves); {found.did}")
+    print(
+        f"\nengine steps {unmoved.steps} -> {found.steps}; log-probs differ by {difference:.1e}, from "
+        f"Hugging Face by {error:.1e} ({model(unmoved.responses):.1e} without moves); {found.did}"
+    )
     assert [len(r.tokens) for r in found.responses] == [p["max_tokens"] for p in SKEWED]
     assert found.did["moves_waiting"] > 0 == found.did["failed"]
     assert max(difference, error) < 2e-5
@@ -178,8 +185,10 @@ def test_requests_move_between_the_engines_of_one_server(manager, unmoved, model
     finally:
         manager.server_addresses, manager.server_handles = ids, handles
     difference, error = same(found, unmoved), model(found.responses)
-    print(f"\nengine steps {unmoved.steps} -> {found.steps}; log-probs differ by {difference:.1e}, from "
-          f"Hugging Face by {error:.1e}; {found.did}")
+    print(
+        f"\nengine steps {unmoved.steps} -> {found.steps}; log-probs differ by {difference:.1e}, from "
+        f"Hugging Face by {error:.1e}; {found.did}"
+    )
     assert found.did["moves_waiting"] > 0 == found.did["failed"]
     assert found.steps <= 0.75 * unmoved.steps
     assert max(difference, error) < 2e-5
@@ -223,6 +232,14 @@ def test_sampled_responses_keep_their_distribution(manager):
     assert np.abs(z).max() < 6
 
 
+async def until_busy(server):
+    """Returns once the server has requests that run; a fixed wait may outlast a short rollout."""
+    from live_servers import requests_unfinished
+
+    while not await server.__ray_call__.remote(requests_unfinished):
+        await asyncio.sleep(0.01)
+
+
 @pytest.fixture(scope="module")
 def engines(manager) -> list[int]:
     """Process ids, those of the second server last."""
@@ -233,7 +250,7 @@ def engines(manager) -> list[int]:
 
 def test_a_server_that_stalls_is_relieved(manager, unmoved, engines):
     async def stall():
-        await asyncio.sleep(0.1)
+        await until_busy(server_of(manager.server_handles[1]))
         os.kill(engines[1], signal.SIGSTOP)
         await asyncio.sleep(1.5)
         os.kill(engines[1], signal.SIGCONT)
@@ -247,7 +264,7 @@ def test_the_requests_of_a_killed_server_end_on_the_other(manager, unmoved, engi
     """vLLM ends all engines of a server with the first."""
 
     async def soon():
-        await asyncio.sleep(0.2)
+        await until_busy(server_of(manager.server_handles[1]))
         os.kill(engines[1], signal.SIGKILL)
 
     found = moved(manager, SKEWED, beside=soon)
@@ -260,7 +277,7 @@ def test_without_any_server_the_rollout_fails_at_once(manager, unmoved):
     import ray
 
     async def soon():
-        await asyncio.sleep(0.2)
+        await until_busy(manager.server_handles[0])
         ray.kill(manager.server_handles[0])
 
     with pytest.raises(Exception) as caught:

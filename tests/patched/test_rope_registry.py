@@ -1,4 +1,4 @@
-"""Rotary embeddings are made where a package called flash_attn is found but cannot be used."""
+"""Rotary embeddings are created even if a package called flash_attn is found but cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups of vllm-ascend get the mode of their communication domain."""
+"""vllm-ascend's process groups get the mode of their communication domain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A None in an optimizer's state costs a checkpoint that one key and nothing else.
+"""A None in an optimizer's state leaves only that key out of a checkpoint.
 
 MindSpeed's swap optimizer keeps max_exp_avg_sq = None; megatron-core's DistributedOptimizer must still save
 and load the moments and float32 weights of the same parameters, so that the next update after a load is the
@@ -7,7 +7,6 @@ one after the save.
 
 from __future__ import annotations
 
-import pytest
 from megatron_tiny import Layout, make_batch, make_checkpoint, make_worker
 from ranks import run_ranks
 from test_megatron_actor import OVERRIDES, resumes, update
@@ -36,9 +35,8 @@ def resume_with_none(rank: int, path, directory) -> list[dict[str, bool]]:
     return results
 
 
-@pytest.mark.timeout(150)
 def test_only_the_none_is_left_out(tmp_path):
     path = make_checkpoint("moe", tmp_path / "model", layers=2)
-    for rank, results in enumerate(run_ranks(2, resume_with_none, path, tmp_path, seconds=140)):
+    for rank, results in enumerate(run_ranks(2, resume_with_none, path, tmp_path)):
         for layout, result in zip(LAYOUTS, results, strict=True):
             assert all(result.values()), (str(layout), rank, result)

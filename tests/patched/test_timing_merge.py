@@ -1,4 +1,4 @@
-"""Agent loop workers time their own requests: merging what differs neither fails nor takes the first's."""
+"""Agent loop workers time their own requests: merging them neither fails nor takes the first's."""
 
 from __future__ import annotations
 

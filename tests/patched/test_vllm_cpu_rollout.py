@@ -1,4 +1,4 @@
-"""vLLM's CPU rollout computes what the trainer computes, also after its weights changed."""
+"""vLLM's CPU rollout computes the same as the trainer, also after its weights changed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_weights_stay_where_updates_go(llm, monkeypatch):
         copy = weight.clone()
         return lambda x: x @ copy
 
-    monkeypatch.setattr(_custom_ops, "_supports_onednn", True)  # such a build, its kernels stood in for
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", True)  # such a build, with stubs for its kernels
     monkeypatch.setattr(_custom_ops, "create_onednn_mm", packed, raising=False)
     monkeypatch.setattr(_custom_ops, "onednn_mm", lambda handler, x, bias: handler(x), raising=False)
     monkeypatch.setenv("VLLM_CPU_SGL_KERNEL", "1")

@@ -1,4 +1,4 @@
-"""A weight sync of verl into a vLLM of this process, for the tests here: its sender, its worker extension."""
+"""verl's weight sync into a vLLM in this process, for the tests here: its sender and worker extension."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def sync(llm, weights: dict[str, torch.Tensor]) -> None:
             await asyncio.sleep(0.05)
         sending.cancel() if errors else await sending
 
-    asyncio.run(asyncio.wait_for(send(), 60))
-    receiver.join(60)
+    asyncio.run(asyncio.wait_for(send(), 600))
+    receiver.join(600)
     assert not errors and not receiver.is_alive(), errors
     llm.reset_prefix_cache()
 

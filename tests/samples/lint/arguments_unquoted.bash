@@ -1,5 +1,5 @@
 # finds: script.unquoted_arguments
-# An override with a blank falls apart.
+# An override with a blank is split into words.
 . "$(dirname "$0")/megatron.bash"
 run $@ #-
 run "$@" #+

@@ -1,0 +1,58 @@
+"""`eplb.rebalance_table` as a policy of vllm-ascend, and what its worker process sends when it fails.
+
+Problem: a policy runs in a process of its own, and each rank waits for its answer. vllm-ascend logs a failure
+of this process and ends it; the ranks then wait for ever.
+Idea: the worker sends the traceback in place of the plan, and whoever waits also looks whether it is alive.
+Invariants (tests/test_eplb_policy.py, tests/patched/test_eplb_policy.py): a plan is returned as it was sent;
+a worker that failed, or is gone without an answer, raises where its answer is awaited.
+"""
+
+from __future__ import annotations
+
+import queue
+import traceback
+from typing import Any
+
+import numpy as np
+
+from ascend_rl.experts.eplb import rebalance_table
+
+
+class VllmAscendPolicy:
+    """Type 4 of ``additional_config.eplb_policy_type``. The constructor compiles, in the worker's parent."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        table = np.array([[[0, 1], [1, 2]]])
+        rebalance_table(table, table)
+
+    def rebalance_experts(self, current_expert_table: Any, expert_workload: Any):
+        return rebalance_table(np.asarray(current_expert_table), np.asarray(expert_workload))
+
+
+class Failure(str):
+    """The traceback of a worker that has failed."""
+
+
+def failure() -> Failure:
+    """In an except clause: what the worker sends in place of a result."""
+    return Failure(traceback.format_exc())
+
+
+def answer(results: Any, worker: Any, poll_s: float = 1.0) -> Any:
+    """What the worker puts into the queue ``results``, whenever it does.
+
+    Raises:
+        RuntimeError: the worker has failed, or is gone without an answer.
+    """
+    while True:
+        gone = not worker.is_alive()  # before looking: its last words may be on the way
+        try:
+            result = results.get(timeout=poll_s)
+        except queue.Empty:
+            if gone:
+                raise RuntimeError(f"the EPLB worker is gone, exit code {worker.exitcode}") from None
+            continue
+        if isinstance(result, Failure):
+            raise RuntimeError(f"the EPLB worker failed:\n{result}")
+        return result

@@ -1,0 +1,1 @@
+"""Hybrid data parallelism: plan which sequences share a ring, and train by such plans."""

@@ -1,0 +1,431 @@
+"""Hybrid data parallelism: plan which sequences share a context-parallel ring and which need none.
+
+Plain context parallelism (CP) splits every sequence over all C ranks of a CP group. Each attention layer then
+takes C - 1 ring steps, each with the same latency however short the sequences are. But most sequences fit on
+one rank.
+
+Idea, in four steps:
+1. units: a sequence longer than the memory cap gets a ring of the fewest ranks that hold it; the others are
+   packed, longest first, into the unit with the least sufficient room, or into a new unit of one rank;
+2. columns: units, slowest first, are placed side by side until all ranks of a CP group are busy, so the ranks
+   of a column take about equally long; leftover ranks widen a ring or take over a sequence;
+3. micro-batches: columns, slowest first, are dealt one to each CP group (DP rank) of a micro-batch;
+4. of three ways to choose and fill rings, and plain CP, the one that the cost model finds fastest is taken.
+
+Slowest first keeps the sum over micro-batches of the slowest rank close to the mean: in a sorted list the
+differences between neighbours add up to the range of the list only once.
+
+Invariants (tests/test_hdp.py, against brute force): every sequence is in one place; no rank holds more tokens
+than the cap; every CP group has the same number of micro-batches, a multiple as requested; no rank is idle in
+any; `order` and `inverse` undo each other; `weights` leave the loss unchanged; never slower than plain CP.
+Cost: O(n log n) and at most O(n * units) short moves, compiled; 8192 sequences in well under 0.2 s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numba import njit
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Time of a rank in one micro-batch; linear, so that `fit` can derive it from timings, in their unit.
+
+    A rank in a ring of g ranks that holds T tokens in sequences of l_1, l_2, .. takes
+    ``micro_batch + (token * T + pair * sum(l ** 2)) / g + (g - 1) * (ring_step + ring_token * T / g)``.
+
+    Attributes:
+        token: linear layers, per token.
+        pair: causal attention, per token times the length of its sequence.
+        ring_step: latency of a ring step that computation does not hide.
+        ring_token: exposed transfer, per token received in a ring step.
+        micro_batch: overhead of a micro-batch.
+    """
+
+    token: float
+    pair: float
+    ring_step: float
+    ring_token: float
+    micro_batch: float
+
+    def seconds(self, tokens, squares, size):
+        """Time of a unit of ``size`` ranks, without the micro-batch's overhead; numbers or arrays."""
+        return (self.token * tokens + self.pair * squares) / size + (size - 1) * (
+            self.ring_step + self.ring_token * tokens / size
+        )
+
+
+# The unit is the linear layers' time for one token. Attention is from FLOPs, the rest from three published
+# runs, see docs/hdp.md. Qwen3-235B-A22B at TP4 PP4, and DeepSeek-V3 at TP4 PP8, whose layers compute 2.6
+# times as much per token.
+QWEN3_235B = CostModel(token=1.0, pair=3.56e-5, ring_step=600.0, ring_token=0.025, micro_batch=800.0)
+DEEPSEEK_V3 = CostModel(token=1.0, pair=3.38e-5, ring_step=232.0, ring_token=0.028, micro_batch=309.0)
+
+
+def fit(lengths: Sequence[Sequence[int]], sizes: Sequence[int], seconds: Sequence[float]) -> CostModel:
+    """Fit the cost model to timings of micro-batches, by least squares with no negative term.
+
+    Args:
+        lengths: for each timing, the lengths of its unit's sequences, in tokens.
+        sizes: ranks of the ring.
+        seconds: measured, of a rank.
+
+    Raises:
+        ValueError: the timings are of one ring size, or fewer than five, so do not tell the terms apart.
+    """
+    from scipy.optimize import nnls
+
+    size, seconds = np.asarray(sizes, float), np.asarray(seconds, float)
+    tokens = np.array([sum(unit) for unit in lengths], float)
+    squares = np.array([sum(x * x for x in unit) for unit in lengths], float)
+    terms = np.stack(
+        [tokens / size, squares / size, size - 1, (size - 1) * tokens / size, np.ones_like(size)], 1
+    )
+    scale = terms.max(0)
+    if not scale.all() or np.linalg.matrix_rank(terms / scale) < 5:
+        raise ValueError(
+            f"{len(size)} timings at ring sizes {sorted(set(sizes))} do not determine five terms; time at "
+            "least two ring sizes, each with short and long sequences and with few and many tokens"
+        )
+    relative = terms / scale / seconds[:, None]
+    found, _ = nnls(relative, np.ones_like(seconds))
+    return CostModel(*(found / scale))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where sequences go.
+
+    Attributes:
+        micro_batch, group: [N] the micro-batch of a sequence, and the CP group (DP rank) it is in.
+        first, size: [N] it is split over ranks ``first .. first + size - 1`` of that CP group.
+        micro_batches: how many each CP group has.
+        cp, dp: number of ranks in a CP group, and of CP groups.
+        makespan: seconds of the step by the cost model: the sum over micro-batches of the slowest rank.
+        bound: seconds that no plan can beat.
+    """
+
+    micro_batch: np.ndarray
+    group: np.ndarray
+    first: np.ndarray
+    size: np.ndarray
+    micro_batches: int
+    cp: int
+    dp: int
+    makespan: float
+    bound: float
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """[N] sequences sorted by CP group, micro-batch and rank."""
+        return np.lexsort((self.first, self.micro_batch, self.group))
+
+    @cached_property
+    def inverse(self) -> np.ndarray:
+        """[N] ``batch[order][inverse]`` is the original batch."""
+        return np.argsort(self.order)
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """[N] the factor by which a rank multiplies the mean loss of a sequence, if gradients are averaged
+        over all ranks.
+
+        Each rank of a ring computes the loss of the ring's sequences, so a sequence is counted ``size``
+        times: its weight is ranks / (N * size), and the average over ranks is the mean over sequences.
+        """
+        return self.cp * self.dp / (len(self.size) * self.size)
+
+    def units(self, micro_batch: int, group: int) -> list[tuple[int, int, list[int]]]:
+        """(first rank, ranks, sequences) of each ring, by first rank."""
+        chosen = np.flatnonzero((self.micro_batch == micro_batch) & (self.group == group))
+        firsts = sorted(set(self.first[chosen].tolist()))
+        return [
+            (first, int(self.size[members[0]]), members.tolist())
+            for first in firsts
+            for members in [chosen[self.first[chosen] == first]]
+        ]
+
+
+@njit(cache=True)
+def _pack(lengths, needs, cap, fill_limit, token, pair, ring_step, ring_token):
+    """Pack sequences, longest first, into units: unit of each, then size, tokens and squares of each unit.
+
+    A ring takes further sequences only while its ranks stay below ``fill_limit`` seconds.
+    """
+    n = len(lengths)
+    unit = np.empty(n, np.int64)
+    size, tokens, squares = np.empty(n, np.int64), np.zeros(n), np.zeros(n)
+    by_room, rooms = np.empty(n, np.int64), np.empty(n, np.int64)  # units, least room first
+    count = 0
+    for i in range(n):
+        length = lengths[i]
+        at = np.searchsorted(rooms[:count], length)
+        while at < count:  # the least sufficient room, unless that ring is too slow already
+            u = by_room[at]
+            g, t, s = size[u], tokens[u] + length, squares[u] + length * length
+            if (
+                g == 1
+                or (token * t + pair * s) / g + (g - 1) * (ring_step + ring_token * t / g) <= fill_limit
+            ):
+                break
+            at += 1
+        if at == count:
+            u = count
+            size[u] = needs[i]
+            room = needs[i] * cap - length
+            count += 1
+        else:
+            u = by_room[at]
+            room = rooms[at] - length
+        to = np.searchsorted(rooms[:at], room, "right")
+        for k in range(at, to, -1):
+            rooms[k], by_room[k] = rooms[k - 1], by_room[k - 1]
+        rooms[to], by_room[to] = room, u
+        unit[i] = u
+        tokens[u] += length
+        squares[u] += length * length
+    return unit, size[:count], tokens[:count], squares[:count]
+
+
+@njit(cache=True)
+def _columns(size, cp):
+    """Place units, slowest first, side by side: the column of each, and the ranks each column has left."""
+    n = len(size)
+    column, free = np.empty(n, np.int64), np.empty(n, np.int64)
+    count = 0
+    start = np.zeros(cp + 1, np.int64)  # columns before it have no room for a unit of this size
+    for u in range(n):
+        c = start[size[u]]
+        while c < count and free[c] < size[u]:
+            c += 1
+        start[size[u]] = c
+        if c == count:
+            free[c] = cp
+            count += 1
+        column[u] = c
+        free[c] -= size[u]
+    return column, free[:count]
+
+
+def fewest_bins(lengths: np.ndarray, capacity: int) -> int:
+    """A lower bound of bin packing, Martello and Toth's L2: no fewer bins of ``capacity`` hold these lengths.
+
+    >>> fewest_bins(np.array([6, 6, 6, 4]), 10)
+    3
+    """
+    sizes = np.sort(lengths)[::-1].astype(np.int64)
+    before = np.r_[0, np.cumsum(sizes)]
+    small = np.r_[0, np.unique(sizes[2 * sizes <= capacity])]  # each in turn as the least length considered
+    alone = np.searchsorted(-sizes, small - capacity, "left")  # longer than capacity - small
+    half = np.maximum(np.searchsorted(-2 * sizes, -capacity, "left"), alone)
+    counted = np.searchsorted(-sizes, -small, "right")
+    room = (half - alone) * capacity - (before[half] - before[alone])
+    return int((half + np.maximum(0, -((room - (before[counted] - before[half])) // capacity))).max())
+
+
+def lower_bound(
+    lengths: np.ndarray, cp: int, dp: int, cap_tokens: int, model: CostModel, at_least: int = 1
+) -> float:
+    """Seconds that no plan can beat in which a rank is in one ring per micro-batch.
+
+    The slowest rank of a micro-batch takes at least the mean over ranks, so the makespan is at least all
+    work, spread over all ranks, plus the overheads. Linear work and attention do not depend on rings. A
+    sequence that needs n ranks is longer than (n - 1) caps, so the (n - 1) of the sequences in a ring of g
+    add up to at most g - 1; the ring's g * (g - 1) steps are therefore at least the sum of n * (n - 1), and
+    the transfers at least that of (n - 1) * length. There are at least ``at_least`` micro-batches, and at
+    least as many as bins of a whole CP group's cap require.
+    """
+    need, tokens = np.ceil(lengths / cap_tokens), lengths.astype(float)
+    work = model.token * tokens + model.pair * tokens**2
+    work = work + need * (need - 1) * model.ring_step + (need - 1) * tokens * model.ring_token
+    count = max(at_least, math.ceil(fewest_bins(lengths, cp * cap_tokens) / dp))
+    return float(work.sum() / (cp * dp) + count * model.micro_batch)
+
+
+class _Column:
+    """The rings of one CP group in one micro-batch while a plan is made: (ranks, sequences) of each."""
+
+    def __init__(
+        self, rings: list[tuple[int, list[int]]], lengths: list[int], cp: int, cap: int, model: CostModel
+    ):
+        self.rings, self.lengths, self.cp, self.cap, self.model = rings, lengths, cp, cap, model
+
+    def seconds_of(self, ring: tuple[int, list[int]]) -> float:
+        size, members = ring
+        chosen = [self.lengths[i] for i in members]
+        return self.model.seconds(sum(chosen), sum(x * x for x in chosen), size)
+
+    @property
+    def seconds(self) -> float:
+        return max(map(self.seconds_of, self.rings))
+
+    @property
+    def sequences(self) -> int:
+        return sum(len(members) for _, members in self.rings)
+
+    def fill(self) -> _Column:
+        """Occupy idle ranks one by one: widen a ring, or move one of a ring's several sequences there."""
+        if self.sequences == 1:  # the common case if most sequences are long
+            self.rings = [(self.cp, self.rings[0][1])]
+        while (free := self.cp - sum(size for size, _ in self.rings)) > 0:
+            choices = []
+            for i, (size, members) in enumerate(self.rings):
+                others = self.rings[:i] + self.rings[i + 1 :]
+                choices.append([*others, (size + 1, members)])
+                for one in members if len(members) > 1 else ():
+                    need = -(-self.lengths[one] // self.cap)
+                    if need <= free:
+                        rest = [member for member in members if member != one]
+                        choices.append([*others, (size, rest), (need, [one])])
+            self.rings = min(choices, key=lambda rings: sorted(map(self.seconds_of, rings), reverse=True))
+        return self
+
+    def split(self) -> _Column:
+        """Move the longest sequence of this column to a new one."""
+        one = max((i for _, members in self.rings for i in members), key=self.lengths.__getitem__)
+        rings = [(size, [i for i in members if i != one]) for size, members in self.rings]
+        self.rings = [ring for ring in rings if ring[1]]
+        self.fill()
+        return _Column([(self.cp, [one])], self.lengths, self.cp, self.cap, self.model)
+
+
+@dataclass
+class _Draft:
+    """A plan before its columns are dealt to micro-batches.
+
+    Attributes:
+        unit, column: [N] where a sequence is.
+        first, size: [N] as in `Plan`.
+        seconds, free: [columns] seconds of the slowest ring; number of idle ranks.
+    """
+
+    unit: np.ndarray
+    column: np.ndarray
+    first: np.ndarray
+    size: np.ndarray
+    seconds: np.ndarray
+    free: np.ndarray
+
+
+def _side_by_side(lengths, needs, cp, cap, model, fill_limit) -> _Draft:
+    """Pack sequences into units, and these into as many columns as they need."""
+    longest_first = np.argsort(-lengths, kind="stable")
+    unit_of = np.empty(len(lengths), np.int64)
+    unit_of[longest_first], size, tokens, squares = _pack(
+        lengths[longest_first], needs[longest_first], cap, fill_limit,
+        model.token, model.pair, model.ring_step, model.ring_token,
+    )  # fmt: skip
+    seconds = model.seconds(tokens, squares, size)
+    slowest_first = np.argsort(-seconds, kind="stable")
+    column = np.empty(len(size), np.int64)
+    column[slowest_first], free = _columns(size[slowest_first], cp)
+    column_seconds = np.zeros(len(free))
+    np.maximum.at(column_seconds, column, seconds)
+
+    first = np.empty(len(size), np.int64)
+    by_column = np.lexsort((-size, column))  # wide rings first, for fewer different groups of ranks
+    before = np.cumsum(size[by_column]) - size[by_column]
+    heads = np.searchsorted(column[by_column], np.arange(len(free)))
+    first[by_column] = before - before[heads][column[by_column]]
+    return _Draft(unit_of, column[unit_of], first[unit_of], size[unit_of], column_seconds, free)
+
+
+def _occupy(draft: _Draft, count: int, lengths, cp, cap, model) -> None:
+    """Make ``count`` columns without idle ranks: fill columns that have some, split slow ones."""
+    there = len(draft.free)
+    missing = count - there
+    touched = set(np.flatnonzero(draft.free).tolist())
+    if missing:
+        spare = np.bincount(draft.column, minlength=there) - 1
+        slowest = np.argsort(-draft.seconds, kind="stable")
+        slowest = slowest[spare[slowest] > 0]
+        enough = np.searchsorted(np.cumsum(spare[slowest]), missing) + 1
+        touched.update(slowest[:enough].tolist())
+    members_of: dict[int, dict[int, list[int]]] = {c: {} for c in sorted(touched)}
+    for i in np.flatnonzero(np.isin(draft.column, list(touched))).tolist():
+        members_of[int(draft.column[i])].setdefault(int(draft.unit[i]), []).append(i)
+    plain = lengths.tolist()
+    rebuilt = {}
+    for c, units in members_of.items():
+        rings = [(int(draft.size[members[0]]), members) for members in units.values()]
+        rebuilt[c] = _Column(rings, plain, cp, cap, model).fill()
+    for new in range(there, count):
+        splittable = [c for c, col in rebuilt.items() if col.sequences > 1]
+        rebuilt[new] = rebuilt[max(splittable, key=lambda c: rebuilt[c].seconds)].split()
+    draft.seconds = np.r_[draft.seconds, np.zeros(missing)]
+    for c, col in rebuilt.items():
+        draft.seconds[c], at = col.seconds, 0
+        for ring_size, members in sorted(col.rings, key=lambda r: -r[0]):
+            draft.column[members], draft.first[members], draft.size[members] = c, at, ring_size
+            at += ring_size
+
+
+def _plan_with(lengths, needs, fill_limit, cp, dp, cap, model, multiple, at_least, bound) -> Plan:
+    """One way to plan: give sequences rings of ``needs`` ranks and fill these up to ``fill_limit``."""
+    draft = _side_by_side(lengths, needs, cp, cap, model, fill_limit)
+    micro_batches = max(math.ceil(len(draft.free) / dp), at_least)
+    micro_batches = math.ceil(micro_batches / multiple) * multiple
+    if micro_batches * dp > len(lengths):
+        raise ValueError(
+            f"{len(lengths)} sequences for {dp} CP groups x {micro_batches} micro-batches; lower the minimum "
+            f"({at_least}) or the multiple ({multiple}), or train on more sequences"
+        )
+    _occupy(draft, micro_batches * dp, lengths, cp, cap, model)
+    place = np.empty(len(draft.seconds), np.int64)  # by micro-batch, then CP group
+    place[np.argsort(-draft.seconds, kind="stable")] = np.arange(len(place))
+    slowest = np.zeros(micro_batches)
+    np.maximum.at(slowest, place // dp, draft.seconds)
+    makespan = float(slowest.sum() + micro_batches * model.micro_batch)
+    micro_batch, group = np.divmod(place[draft.column], dp)
+    return Plan(micro_batch, group, draft.first, draft.size, micro_batches, cp, dp, makespan, bound)
+
+
+def plan(
+    lengths: Sequence[int],
+    cp: int,
+    dp: int,
+    cap_tokens: int,
+    model: CostModel = QWEN3_235B,
+    *,
+    multiple: int = 1,
+    at_least: int = 1,
+    rings: bool = True,
+) -> Plan:
+    """Place sequences on the ranks of ``dp`` CP groups of ``cp`` ranks.
+
+    Args:
+        lengths: [N] tokens of each sequence.
+        cap_tokens: tokens a rank can hold in a micro-batch.
+        multiple, at_least: the number of micro-batches is a multiple of one and at least the other, for
+            pipeline schedules.
+        rings: False gives plain CP, every sequence over all ranks of a group.
+
+    Raises:
+        ValueError: a sequence does not fit, or there are fewer sequences than micro-batches.
+
+    >>> p = plan([100, 100, 300], cp=2, dp=1, cap_tokens=200)
+    >>> p.size.tolist(), p.micro_batches
+    ([1, 1, 2], 2)
+    """
+    lengths = np.asarray(lengths, np.int64)
+    if not len(lengths) or lengths.min() < 1:
+        raise ValueError("there are no sequences, or one is without tokens; leave empty ones out")
+    if lengths.max() > cp * cap_tokens:
+        raise ValueError(
+            f"a sequence of {lengths.max()} tokens does not fit {cp} ranks of {cap_tokens}; raise the cap "
+            f"(ppo_max_token_len_per_gpu) to {math.ceil(lengths.max() / cp)}, or context_parallel_size"
+        )
+    needs = np.ceil(lengths / cap_tokens).astype(np.int64)
+    full = float(model.seconds(cap_tokens, cap_tokens * float(lengths.mean()), 1))
+    ways = [(np.full_like(lengths, cp), math.inf)]
+    if rings and cp > 1:
+        ways += [(needs, 1.1 * full), (needs, math.inf), (np.where(2 * needs > cp, cp, needs), math.inf)]
+    fewest = math.ceil(max(at_least, 1) / multiple) * multiple
+    bound = lower_bound(lengths, cp, dp, cap_tokens, model, fewest)
+    settings = cp, dp, cap_tokens, model, multiple, at_least, bound
+    return min((_plan_with(lengths, *way, *settings) for way in ways), key=lambda found: found.makespan)

@@ -1,0 +1,74 @@
+"""Garbage collection between the steps of vLLM's engine, not inside them.
+
+Problem: Python collects when enough objects were allocated, often in the middle of a decode step, while the
+device waits; a full collection of a large heap takes hundreds of milliseconds. Published for Qwen3
+rollouts: a decode forward of 137.64 ms on average, 135.19 without collection.
+Idea: a step runs with collection off. After each one, Python collects the youngest generation, which holds
+what that step allocated, and the older ones when it finds them due by its own rules; the whole heap only if
+that is also paid for by a share of the time that steps have taken, or long overdue. After every step, because
+Python's count of what was allocated is low when a step has freed what older ones allocated: left to it, the
+young generation waits for dozens of steps and then takes as many times longer.
+Invariants: no collection during a step; the collector is restored however a step ends, exceptions and
+SystemExit included; if it was off already, nothing is done; full collections that are not overdue take at
+most ``SHARE`` of the time of steps, plus one. Cost: two calls a step, and the collections.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ascend_rl.settings.switch import switched_on
+
+SHARE = 0.02  # of the time of steps, for full collections
+OVERDUE = 10  # times the threshold of Python: then a full collection needs no payment, and memory is bounded
+NEVER = 1 << 30  # a threshold no count reaches
+
+
+class Allocated:
+    """Allocating one makes Python collect what is due."""
+
+
+class Collector:
+    """Lets Python collect when it is called, between steps."""
+
+    def __init__(self) -> None:
+        self.credit_s = self.full_s = 0.0  # paid for full collections; what the last one took
+
+    def between_steps(self, step_s: float) -> None:
+        """Switch collection on, and collect; ``step_s``: what the step has taken."""
+        self.credit_s += SHARE * step_s
+        thresholds, fulls = gc.get_threshold(), gc.get_stats()[2]["collections"]
+        overdue = gc.get_count()[2] > OVERDUE * thresholds[2]
+        wait = self.credit_s < self.full_s and not overdue
+        gc.set_threshold(min(1, thresholds[0]), thresholds[1], NEVER if wait else thresholds[2])
+        begin = time.perf_counter()
+        gc.enable()
+        _ = [Allocated(), Allocated()]  # one is not above a threshold of 1
+        gc.set_threshold(*thresholds)
+        if gc.get_stats()[2]["collections"] > fulls:
+            self.full_s = time.perf_counter() - begin
+            self.credit_s = min(self.credit_s - self.full_s, 0.0)
+
+
+def collect_between(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """The method ``step`` of an engine; with ROLLOUT_DISABLE_GC=1 it collects after the step, not in it."""
+
+    @functools.wraps(step)
+    def quiet(engine: Any) -> bool:
+        if not switched_on("ROLLOUT_DISABLE_GC") or not gc.isenabled():
+            return step(engine)
+        collector = engine.__dict__.setdefault("_collector", Collector())
+        begin = time.perf_counter()
+        gc.disable()
+        try:
+            executed = step(engine)
+            collector.between_steps(time.perf_counter() - begin)
+            return executed
+        finally:
+            gc.enable()
+
+    return quiet

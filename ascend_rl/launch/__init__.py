@@ -1,0 +1,1 @@
+"""From one command on each node to a run and its clear end."""

@@ -1,0 +1,471 @@
+"""Run a training script on one node or many: the work behind ray_start_npu.sh, which has the help.
+
+The same command runs on each node. launch_plan decides what this node is; rendezvous
+brings the launchers together and tells each of the others' end; supervise runs what is started here
+and leaves nothing behind. This module puts them in order:
+
+1. check: ports, leftovers of a killed launcher, preflight.
+2. meet: the head waits for the other launchers, a worker for the head.
+3. run, supervised: source ENV_SCRIPT, then launch_node: Ray, and on the head TRAIN_SCRIPT.
+4. end: the head's status is TRAIN_SCRIPT's, a worker's is the head's. A node that is lost ends all.
+
+A launch is a directory in TMPDIR with launch.json in it, locked (flock) for as long as its launcher lives,
+and named by ASCEND_RL_LAUNCH in the environment of whatever it starts. --status and --stop go by these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ascend_rl.launch.launch_plan import (
+    ROOT,
+    SETTINGS,
+    Plan,
+    endpoint,
+    gather_settings,
+    make_plan,
+    own_addresses,
+    read_cluster_file,
+)
+from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
+from ascend_rl.launch.supervise import descendants, processes, supervise
+from ascend_rl.settings.switch import CannotWork, switched_on
+
+MARK = "ASCEND_RL_LAUNCH"
+STOP_PATIENCE_S = 60.0
+# Not for what is started: frameworks give some of these a meaning of their own.
+LAUNCHERS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "CLUSTER_TOKEN", "RAY_ADDRESS")
+# Only bash can source the environment script.
+INSIDE = """
+. "$1/internal/common.sh"
+[ -z "$2" ] || . "$2"
+exec python -m ascend_rl.launch.launch_node "$3"
+"""
+
+
+class Stopped(Exception):
+    """A signal that came while supervise() was not running."""
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.status = 128 + number
+
+
+def log(plan: Plan, text: str) -> None:
+    """A line for the user, also in this node's log."""
+    line = f"[{time.strftime('%H:%M:%S')}] {text}\n"
+    with contextlib.suppress(OSError):  # no terminal any more
+        sys.stderr.write(line)
+        sys.stderr.flush()
+    with contextlib.suppress(OSError), log_file(plan).open("a") as file:
+        file.write(line)
+
+
+def log_file(plan: Plan) -> Path:
+    return (plan.output_dir / "train.log") if plan.role == "head" else plan.log_dir / "node.log"
+
+
+# Launches on this node.
+
+
+@contextlib.contextmanager
+def registered(plan: Plan) -> Iterator[Path]:
+    """The directory of Ray's and all temporary files of this launch; removed at the end."""
+    directory = Path(tempfile.mkdtemp(prefix="ascend-rl-"))  # short: paths of Unix sockets end at 107 bytes
+    try:
+        with (directory / "launch.json").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            json.dump(
+                {
+                    "pid": os.getpid(),
+                    "run": plan.run,
+                    "role": plan.role,
+                    "nnodes": plan.nnodes,
+                    "address": plan.address,
+                    "head": endpoint(plan.head, plan.ray_port),
+                    "ports": [plan.ray_port, plan.launch_port],
+                    "log": str(log_file(plan)),
+                    "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+                },
+                file,
+            )
+            file.flush()
+            os.environ[MARK] = str(directory)
+            tempfile.tempdir = str(directory)  # of supervise(); so that --stop removes it after a SIGKILL
+            yield directory
+    finally:
+        tempfile.tempdir = None
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def launches() -> list[tuple[Path, dict, bool]]:
+    """(directory, launch.json, whether its launcher lives) of this user's launches on this node."""
+    found = []
+    for path in sorted(Path(tempfile.gettempdir()).glob("ascend-rl-*/launch.json")):
+        with contextlib.suppress(OSError, ValueError), path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                alive = False
+            except BlockingIOError:
+                alive = True
+            found.append((path.parent, json.load(file), alive))
+    return found
+
+
+def leftovers(directory: Path) -> set[int]:
+    """Processes that carry a launch's mark, and their descendants (a title may have overwritten theirs)."""
+    found = set()
+    for pid in processes():
+        with contextlib.suppress(OSError):
+            if f"{MARK}={directory}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes() + b"\0":
+                found.add(pid)
+    for pid in list(found):
+        found |= descendants(pid).keys()
+    return found - {os.getpid()}
+
+
+def stop_command(entry: dict) -> str:
+    return f"bash ray_start_npu.sh --stop --run-name {entry['run']}"
+
+
+def describe(entry: dict) -> str:
+    return (
+        f"run '{entry['run']}' ({entry['role']} {entry['address']} of {entry['nnodes']} node(s), Ray at "
+        f"{entry['head']}, pid {entry['pid']}, since {entry['started']}, log {entry['log']})"
+    )
+
+
+def status() -> int:
+    """Print this user's launches on this node; 0 if any is running."""
+    found = [(entry, alive, len(leftovers(directory))) for directory, entry, alive in launches()]
+    for entry, alive, left in found:
+        if alive:
+            print("running:", describe(entry))
+        elif left:
+            print(f"stale:   {describe(entry)}: killed, {left} processes are left; --stop ends them")
+    if any(alive for _, alive, _ in found):
+        return 0
+    print("no run on this node")
+    return 1
+
+
+def stop(run: str) -> int:
+    """End a launch on this node, and what a killed launcher left; 0 if that worked."""
+    found = [(directory, entry, alive) for directory, entry, alive in launches() if run in ("", entry["run"])]
+    if len({entry["run"] for _, entry, alive in found if alive}) > 1:
+        names = ", ".join(sorted({entry["run"] for _, entry, _ in found}))
+        raise CannotWork(f"several runs are on this node: {names}; say which with --run-name")
+    if not found:
+        print(f"no run{f' {run!r}' if run else ''} on this node")
+        return 1
+    for _, entry, alive in found:
+        print("stopping", describe(entry))
+        if alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(entry["pid"], signal.SIGTERM)
+    until = time.monotonic() + STOP_PATIENCE_S
+    while any(alive and (directory / "launch.json").exists() for directory, _, alive in found):
+        if time.monotonic() > until:
+            print(f"ERROR: still there after {STOP_PATIENCE_S:g} s; see its log", file=sys.stderr)
+            return 1
+        time.sleep(0.1)
+    for directory, _, alive in found:
+        if not alive:
+            remove_stale(directory)
+    return 0
+
+
+def remove_stale(directory: Path) -> None:
+    """End what a killed launcher left, politely first, and remove its directory."""
+    for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 30.0)):
+        until, told = time.monotonic() + patience_s, set()
+        while (pids := leftovers(directory)) and time.monotonic() < until:
+            for pid in pids - told:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            told |= pids
+            time.sleep(0.1)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+# Checks before anything starts.
+
+
+def check_node(plan: Plan) -> None:
+    """Refuse taken ports, a second launch of the run, and leftovers of an earlier one.
+
+    Raises:
+        CannotWork: says whose they are and what to do.
+    """
+    for directory, entry, alive in launches():
+        if not alive and leftovers(directory):
+            raise CannotWork(
+                f"{describe(entry)} was killed and left processes behind, which may hold NPUs "
+                f"and ports. End them with: {stop_command(entry)}"
+            )
+        if not alive:
+            shutil.rmtree(directory, ignore_errors=True)
+        elif entry["log"] == str(log_file(plan)):
+            raise CannotWork(
+                f"this run is on here already: {describe(entry)}. Stop it with: "
+                f"{stop_command(entry)}, or give this one another OUTPUT_DIR"
+            )
+    if plan.role == "head":
+        family = socket.AF_INET6 if ":" in plan.address else socket.AF_INET
+        ports = {"RAY_PORT": plan.ray_port} | ({"LAUNCH_PORT": plan.launch_port} if plan.nnodes > 1 else {})
+        for name, port in ports.items():
+            try:
+                socket.create_server((plan.address, port), family=family).close()
+            except OSError as error:
+                why = os.strerror(error.errno)
+                raise CannotWork(
+                    f"{name} {port} of {plan.address} cannot be used ({why}): {user_of(port)}, "
+                    "or set RAY_PORT to another port on all nodes"
+                ) from error
+
+
+def user_of(port: int) -> str:
+    """Who listens on a port, and what to do about it."""
+    import psutil
+
+    for _, entry, alive in launches():
+        if alive and port in entry["ports"] and entry["role"] == "head":
+            return f"it belongs to {describe(entry)}. Stop that with: {stop_command(entry)}"
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            name = psutil.Process(connection.pid).name()
+            what = "a Ray cluster that this launcher did not start" if name == "gcs_server" else "used by"
+            return f"{what}: {name} (pid {connection.pid}). Stop it"
+    return "a process of another user or container has it. Ask them"
+
+
+def preflight(plan: Plan) -> None:
+    """Report now what would fail later, on this node or in the configuration (preflight/preflight.py).
+
+    Not for SMOKE=1, which piles a CPU's overrides onto those of a cluster (internal/recipe.sh).
+    """
+    if plan.on("SKIP_PREFLIGHT") or switched_on("SMOKE"):
+        return
+    scripts = [plan.script, plan.env_script or "", *plan.overrides]
+    command = [sys.executable, "-m", "ascend_rl.preflight", "--", *scripts]
+    if subprocess.run(command, env=os.environ | plan.environment()).returncode:
+        raise CannotWork("preflight found what would fail later, see above; SKIP_PREFLIGHT=1 starts anyway")
+
+
+# The run.
+
+
+def launch(plan: Plan) -> int:
+    """Run everything on this node; returns the exit status."""
+    check_node(plan)
+    preflight(plan)
+    try:
+        plan.log_dir.mkdir(parents=True, exist_ok=True)
+        log_file(plan).parent.mkdir(parents=True, exist_ok=True)
+        log_file(plan).unlink(missing_ok=True)
+        if plan.role == "head":
+            (plan.output_dir / "metrics.jsonl").unlink(missing_ok=True)
+    except OSError as error:
+        raise CannotWork(
+            f"{error.filename} cannot be written: {error.strerror}; set OUTPUT_DIR and LOG_DIR"
+        ) from error
+    for name in LAUNCHERS_OWN:
+        os.environ.pop(name, None)
+    os.environ.update(plan.environment())
+    if plan.role == "head" and plan.settings["DASHBOARD_PORT"]:
+        where = f"{plan.settings['DASHBOARD_HOST']}:{plan.settings['DASHBOARD_PORT']}"
+        log(plan, f"Ray's dashboard: http://{where}, which asks for the cluster token")
+    with registered(plan) as directory:
+        code = 1
+        try:
+            if plan.nnodes == 1:
+                code = supervised(plan, directory, [plan.address])
+            else:
+                code = together(plan, directory)
+        finally:
+            if code:
+                keep_ray_logs(plan, directory)
+    return code
+
+
+def together(plan: Plan, directory: Path) -> int:
+    """Run with the other nodes: meet, run until any of them ends, tell the others."""
+    me = {
+        "name": socket.gethostname(),
+        "address": plan.address,
+        "rank": plan.settings["RANK"],
+        "has": ", ".join(" ".join(pair) for pair in own_addresses()),
+        "must_equal": {
+            "RUN_NAME": plan.run,
+            "NNODES": plan.nnodes,
+            "NPUS_PER_NODE": plan.npus,
+            "RAY_PORT": plan.ray_port,
+        },
+    }
+    silence_s, deadline_s = plan.seconds("LOST_DEADLINE_S"), plan.seconds("NODES_DEADLINE_S")
+    log(
+        plan,
+        f"this node, {plan.address}, is {'the head' if plan.role == 'head' else 'a worker'} "
+        f"of {plan.nnodes} nodes with {plan.npus} NPUs each",
+    )
+    code, why = 1, ""
+    if plan.role == "head":
+        side = Head(plan.address, plan.launch_port, plan.token, me, plan.nnodes, silence_s)
+    else:
+        side = Worker(plan.head, plan.launch_port, plan.token, me, silence_s)
+    try:
+        if plan.role == "head":
+            addresses = side.gather(plan.nodes, deadline_s, lambda text: log(plan, text))
+        else:
+            addresses = side.join(deadline_s, lambda text: log(plan, text))
+        why = f"(its log there: {log_file(plan)})"
+        code = supervised(plan, directory, addresses, side.ended, lambda code: side.announce(code, why))
+    except (RendezvousError, Stopped) as error:
+        code, why = error.status, f"({error})"
+        raise
+    finally:
+        if late := side.finish(code, why):
+            log(plan, f"these nodes did not confirm the end: {', '.join(late)}")
+    return code
+
+
+def supervised(
+    plan: Plan, directory: Path, addresses: list[str], ended=lambda: None, leaving=lambda code: None
+) -> int:
+    """Run launch_node to its end, or to that of another node; the head tells the others at once."""
+    is_head = plan.role == "head"
+    job = {
+        "ray": plan.ray_start(directory / "ray"),
+        "control": [plan.head, plan.ray_port],
+        "nodes": addresses,
+        "npus": plan.npus,
+        "deadline_s": plan.seconds("RAY_DEADLINE_S"),
+        "logs": str(plan.log_dir),
+        "train": ["bash", plan.script, *plan.overrides] if is_head else None,
+    }
+    command = ["bash", "-c", INSIDE, "bash", str(ROOT), plan.env_script, json.dumps(job)]
+    if not is_head:
+        return supervise(command, log_file(plan), ended=ended)
+    return supervise(
+        command,
+        log_file(plan),
+        plan.output_dir / "metrics.jsonl",
+        plan.on("PROGRESS"),
+        plan.seconds("RUN_DEADLINE_S"),
+        plan.seconds("STALL_DEADLINE_S"),
+        plan.seconds("START_DEADLINE_S"),
+        ended,
+        leaving,
+    )
+
+
+def keep_ray_logs(plan: Plan, directory: Path) -> None:
+    """Save Ray's own logs of a failed run, which would be removed with its directory."""
+    logs, kept = directory / "ray/session_latest/logs", plan.log_dir / "ray"
+    if logs.is_dir():
+        shutil.rmtree(kept, ignore_errors=True)
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.copytree(logs, kept)
+            log(plan, f"Ray's logs of this node are in {kept}")
+
+
+def show(plan: Plan) -> None:
+    """Print the plan."""
+    hidden = {"RAY_AUTH_TOKEN": "(set)"}
+    print(f"run         {plan.run}: {plan.nnodes} node(s) x {plan.npus} NPUs")
+    print(f"this node   {plan.role}, {plan.address} on {plan.interface or 'an unknown interface'}")
+    print(
+        f"head        {plan.head}: Ray on port {plan.ray_port}"
+        + (f", the launcher on port {plan.launch_port}" if plan.nnodes > 1 else "")
+    )
+    if plan.nodes:
+        print(f"nodes       {', '.join(plan.nodes)}")
+    print(f"log         {log_file(plan)}; more in {plan.log_dir}")
+    print(
+        "dashboard   "
+        + (
+            f"{plan.settings['DASHBOARD_HOST']}:{plan.settings['DASHBOARD_PORT']} on the head"
+            if plan.settings["DASHBOARD_PORT"]
+            else "off"
+        )
+    )
+    for name, value in sorted((plan.environment() | hidden).items()):
+        print(f"variable    {name}={value}")
+    print(f"CANN        {os.environ.get('ASCEND_HOME_PATH', 'none found')}")
+    print(f"preloaded   {os.environ.get('LD_PRELOAD', 'nothing')}")
+    print(f"then        {plan.env_script or 'no ENV_SCRIPT'}")
+    print(f"starts      {shlex.join(plan.ray_start(Path('TMPDIR/ray')))}")
+    if plan.role == "head":
+        train = shlex.join(["bash", plan.script, *plan.overrides])
+        print(f"trains      {train}\n            (what that would run: DRY_RUN=1 {train})")
+
+
+def stop_by_signals() -> None:
+    """Handle signals before and after supervise(), which handles its own."""
+
+    def stopped(number, frame):
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)  # a second Ctrl-C must not stop the cleaning
+        raise Stopped(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup(1) stays in force
+            signal.signal(number, stopped)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ray_start_npu.sh", add_help=False, allow_abbrev=False)
+    parser.add_argument("--cluster", type=Path, metavar="FILE")
+    for name in ("--dry-run", "--status", "--stop"):
+        parser.add_argument(name, action="store_true")
+    for name in SETTINGS:
+        parser.add_argument(f"--{name.lower().replace('_', '-')}", dest=name)
+    for name in ("script", "env_script"):
+        parser.add_argument(name, nargs="?", default="")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER)
+
+    def error(message):
+        raise CannotWork(f"{message}; see: bash ray_start_npu.sh -h")
+
+    parser.error = error
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        stop_by_signals()
+        args = parse(arguments)
+        if args.status:
+            return status()
+        file = read_cluster_file(args.cluster) if args.cluster else {}
+        settings = gather_settings(vars(args), os.environ, file)
+        if args.stop:
+            return stop(settings["RUN_NAME"])
+        plan = make_plan(settings, args.script, args.env_script, args.overrides, os.environ)
+        if args.dry_run or switched_on("DRY_RUN"):
+            show(plan)
+            check_node(plan)
+            return 0
+        return launch(plan)
+    except (CannotWork, RendezvousError, Stopped) as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return getattr(error, "status", 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

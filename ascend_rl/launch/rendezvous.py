@@ -1,0 +1,349 @@
+"""How the launchers of one run find each other, and learn of each other's end.
+
+Ray cannot tell a worker node how the run ended, needs a minute to notice a dead head, and knows nothing of
+a node that never came. So the launchers talk to each other first: the head listens on one port of the chosen
+interface, each worker connects, and the connection stays open until the end.
+
+- Both sides prove that they know the cluster's token (HMAC-SHA256 over a fresh number of the other side)
+  before they go on; the token itself is not sent. What follows is not signed: the network must be trusted.
+- A node is refused, with the reason, if its settings differ from the head's, it is there already, or the
+  cluster is full.
+- A closed connection, or `silence_s` without a sign of life (a pulled cable, a frozen machine), is an end.
+- The end carries an exit status, in both directions.
+
+Messages are JSON objects, one a line. Costs two threads a connection. Standard library only; used by
+launch.py, tested in tests/test_rendezvous.py, and between hosts in tests/test_launcher.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+LONGEST_MESSAGE = 1 << 16
+HANDSHAKE_S = 10.0
+RETRY_S = 0.5
+REMIND_S = 30.0  # between two lines that say who is waited for
+
+
+class RendezvousError(Exception):
+    """Why the nodes did not meet, as a sentence for the user. ``status``: the exit status."""
+
+    status = 1
+
+
+def proof(token: str, side: str, challenge: str) -> str:
+    return hmac.new(token.encode(), f"{side} {challenge}".encode(), hashlib.sha256).hexdigest()
+
+
+class Link:
+    """One connection: JSON lines in both directions, and how the other side ended."""
+
+    def __init__(self, connection: socket.socket):
+        connection.settimeout(HANDSHAKE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self.reader, self.lock = connection, connection.makefile("rb"), threading.Lock()
+        self.go: dict | None = None  # what the head said when all nodes were there
+        self.ended: tuple[int, str] | None = None  # the other side's exit status, and why
+        self.lost = ""  # why the other side cannot be heard any more
+
+    def send(self, **message) -> None:
+        with self.lock:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> dict:
+        """The next message.
+
+        Raises:
+            ConnectionError: closed, silent for too long, or not this protocol.
+        """
+        try:
+            line = self.reader.readline(LONGEST_MESSAGE)
+            message = json.loads(line) if line.endswith(b"\n") else None
+        except TimeoutError as error:
+            raise ConnectionError(f"no sign of life for {self.socket.gettimeout():g} s") from error
+        except OSError as error:
+            raise ConnectionError(f"the connection broke: {error.strerror or error}") from error
+        except ValueError:
+            message = line
+        if not line:
+            raise ConnectionError("the connection was closed")
+        if not isinstance(message, dict):
+            raise ConnectionError("whatever answers there is not a launcher")
+        return message
+
+    def watch(self, silence_s: float) -> None:
+        """Start to read in the background, and to send signs of life."""
+        self.socket.settimeout(silence_s)
+        for work in (self._read, lambda: self._beat(silence_s / 4)):
+            threading.Thread(target=work, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while self.ended is None:
+                message = self.receive()
+                if "go" in message:
+                    self.go = message["go"]
+                if "end" in message:
+                    self.ended = (int(message["end"]), str(message.get("why", "")))
+        except (ConnectionError, ValueError, TypeError) as error:
+            self.lost = str(error)
+
+    def _beat(self, every_s: float) -> None:
+        with contextlib.suppress(OSError):  # until it is closed: an ending node still lives
+            while True:
+                self.send(beat=1)
+                time.sleep(every_s)
+
+    def over(self) -> bool:
+        return bool(self.ended or self.lost)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+class Head:
+    """The side that all others connect to.
+
+    Args:
+        address, port: where to listen; nothing else is opened.
+        token: the cluster's secret.
+        me: this node, {"name", "address", "rank" (or ""), "has": its addresses as a text,
+            "must_equal": {setting: value}}.
+        nnodes: nodes of the run, this one included.
+        silence_s: how long a node may be silent.
+    """
+
+    def __init__(self, address: str, port: int, token: str, me: dict, nnodes: int, silence_s: float):
+        self.token, self.me, self.nnodes, self.silence_s = token, me, nnodes, silence_s
+        self.nodes: dict[str, tuple[dict, Link]] = {}  # by address
+        self.refused: dict[str, str] = {}  # why, by address
+        self.complete = self.announced = False
+        self.lock = threading.Lock()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.listener = socket.create_server((address, port), family=family, backlog=128)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, peer = self.listener.accept()
+                threading.Thread(target=self._greet, args=(connection, peer[0]), daemon=True).start()
+
+    def _greet(self, connection: socket.socket, peer: str) -> None:
+        link = Link(connection)
+        try:
+            challenge = secrets.token_hex(16)
+            link.send(challenge=challenge)
+            hello = link.receive()
+            if not hmac.compare_digest(str(hello.get("proof")), proof(self.token, "worker", challenge)):
+                refusal = "its cluster token is not the head's"
+                link.send(refused=refusal)
+            else:
+                mine = proof(self.token, "head", str(hello["challenge"]))
+                refusal = self._admit(hello["node"], link, mine)
+        except (OSError, KeyError, TypeError):  # a port scanner, or gone already
+            link.close()
+            return
+        if refusal:
+            self.refused[peer] = refusal
+            link.close()
+
+    def _admit(self, node: dict, link: Link, mine: str) -> str:
+        """Admit a node; returns why not, or ""."""
+        with self.lock:
+            refusal = self._objection(node)
+            link.send(proof=mine, **({"refused": refusal} if refusal else {}))
+            if not refusal:
+                self.nodes[node["address"]] = (node, link)
+                link.watch(self.silence_s)
+        return refusal
+
+    def _objection(self, node: dict) -> str:
+        for name, value in self.me["must_equal"].items():
+            if node["must_equal"].get(name) != value:
+                return f"{name} is {node['must_equal'].get(name)} there and {value} on the head"
+        if node["address"] == self.me["address"]:
+            return f"{node['address']} is the head's own address"
+        if self.complete:
+            return f"the run has its {self.nnodes} nodes and has begun"
+        self._forget_lost()
+        if node["address"] in self.nodes:
+            return f"a launcher of {node['address']} is already here: this is the second one on that node"
+        if node["rank"] and node["rank"] in [other["rank"] for other, _ in self.nodes.values()]:
+            return f"there is a node with RANK={node['rank']} already"
+        if len(self.nodes) + 1 >= self.nnodes:
+            return f"the {self.nnodes} nodes of NNODES are here already"
+        return ""
+
+    def _forget_lost(self) -> None:
+        self.nodes = {address: entry for address, entry in self.nodes.items() if not entry[1].over()}
+
+    def present(self) -> list[dict]:
+        with self.lock:
+            self._forget_lost()
+            return [node for node, _ in self.nodes.values()]
+
+    def gather(self, expected: list[str], deadline_s: float, say: Callable[[str], None]) -> list[str]:
+        """Wait until all nodes are here, then tell them to go on.
+
+        Args:
+            expected: addresses of all nodes where they are known, else [].
+            deadline_s: how long to wait.
+            say: prints a line for the user.
+
+        Returns:
+            Their addresses, this node's first.
+
+        Raises:
+            RendezvousError: the deadline passed; names who is missing.
+        """
+        began = reminded = time.monotonic()
+        known = -1
+        while len(here := self.present()) + 1 < self.nnodes:
+            now = time.monotonic()
+            text = self._missing(here, expected)
+            if now - began > deadline_s:
+                raise RendezvousError(f"after {deadline_s:g} s {text}")
+            if len(here) != known or now - reminded > REMIND_S:
+                known, reminded = len(here), now
+                say(text)
+            time.sleep(0.1)
+        with self.lock:
+            self.complete = True
+            addresses = [self.me["address"], *self.nodes]
+            for _, link in self.nodes.values():
+                with contextlib.suppress(OSError):  # then ended() says so
+                    link.send(go={"addresses": addresses})
+        return addresses
+
+    def _missing(self, here: list[dict], expected: list[str]) -> str:
+        names = [f"{node['name']} ({node['address']})" for node in [self.me, *here]]
+        addresses, ranks = {node["address"] for node in here}, {node["rank"] for node in here}
+        if expected:
+            absent = [a for a in expected if a not in addresses and a != self.me["address"]]
+            missing = "missing: " + ", ".join(absent)
+        elif "" not in ranks and self.me["rank"]:
+            absent = [str(rank) for rank in range(1, self.nnodes) if str(rank) not in ranks]
+            missing = "missing: RANK " + ", ".join(absent)
+        else:
+            missing = f"{self.nnodes - len(names)} missing, unnamed: set NODES to the addresses of all"
+        turned_away = "".join(f"; {peer} was refused: {why}" for peer, why in self.refused.items())
+        return f"{len(names)} of {self.nnodes} nodes are here: {', '.join(names)}; {missing}{turned_away}"
+
+    def ended(self) -> tuple[int, str] | None:
+        """For supervise(): a node that is gone ends the run."""
+        for node, link in self.nodes.values():
+            who = f"node {node['name']} ({node['address']})"
+            if link.ended:
+                return 1, f"{who} ended with status {link.ended[0]} {link.ended[1]}".rstrip()
+            if link.lost:
+                return 1, f"{who} is lost: {link.lost}"
+        return None
+
+    def announce(self, status: int, why: str) -> None:
+        """Tell all nodes the end, once."""
+        with self.lock:
+            links = [] if self.announced else [link for _, link in self.nodes.values()]
+            self.announced = True
+        for link in links:
+            with contextlib.suppress(OSError):
+                link.send(end=status, why=why)
+
+    def finish(self, status: int, why: str, patience_s: float = 40.0) -> list[str]:
+        """Announce the end and wait for that of the others; returns the addresses of those still running."""
+        self.listener.close()
+        self.announce(status, why)
+        links = {address: link for address, (_, link) in self.nodes.items()}
+        until = time.monotonic() + patience_s
+        while not all(link.over() for link in links.values()) and time.monotonic() < until:
+            time.sleep(0.05)
+        late = [address for address, link in links.items() if not link.over()]
+        for link in links.values():
+            link.close()
+        return late
+
+
+class Worker:
+    """The side that connects to the head; arguments as for Head."""
+
+    def __init__(self, address: str, port: int, token: str, me: dict, silence_s: float):
+        self.head, self.token, self.me, self.silence_s = (address, port), token, me, silence_s
+        self.link: Link | None = None
+
+    def join(self, deadline_s: float, say: Callable[[str], None]) -> list[str]:
+        """Wait for the head, introduce this node, wait until all are there.
+
+        Returns:
+            The addresses of all nodes, the head's first.
+
+        Raises:
+            RendezvousError: no head until the deadline, refused, or the head gave up; says why.
+        """
+        began = reminded = time.monotonic()
+        first = True
+        while self.link is None:
+            try:
+                self.link = self._connect()
+            except OSError as error:
+                now = time.monotonic()
+                text = f"no head at {self.head[0]} port {self.head[1]}: {error}"
+                if now - began > deadline_s:
+                    raise RendezvousError(
+                        f"after {deadline_s:g} s {text}. The head must have that address; "
+                        f"this node has: {self.me['has']}"
+                    ) from error
+                if first or now - reminded > REMIND_S:
+                    first, reminded = False, now
+                    say(text)
+                time.sleep(RETRY_S)
+        say(f"the head {self.head[0]} is here; waiting for the other nodes")
+        while self.link.go is None:  # the head has the deadline for this, and the link ends with the head
+            if self.link.over():
+                raise RendezvousError(self.ended()[1])
+            time.sleep(0.05)
+        return list(self.link.go["addresses"])
+
+    def _connect(self) -> Link:
+        link = Link(socket.create_connection(self.head, timeout=5))
+        try:
+            challenge = secrets.token_hex(16)
+            theirs = str(link.receive().get("challenge"))
+            link.send(proof=proof(self.token, "worker", theirs), challenge=challenge, node=self.me)
+            answer = link.receive()
+        except OSError:
+            link.close()
+            raise
+        if "refused" in answer:
+            link.close()
+            raise RendezvousError(f"the head {self.head[0]} refuses this node: {answer['refused']}")
+        if not hmac.compare_digest(str(answer.get("proof")), proof(self.token, "head", challenge)):
+            link.close()
+            raise RendezvousError(f"whoever listens at {self.head[0]} port {self.head[1]} has another token")
+        link.watch(self.silence_s)
+        return link
+
+    def ended(self) -> tuple[int, str] | None:
+        """For supervise(): the head's end is this node's, with its status."""
+        if self.link.ended:
+            status, why = self.link.ended
+            return status, f"the head {self.head[0]} ended with status {status} {why}".rstrip()
+        if self.link.lost:
+            return 1, f"the head {self.head[0]} is lost: {self.link.lost}"
+        return None
+
+    def finish(self, status: int, why: str) -> None:
+        """Tell the head that this node is done."""
+        if self.link is not None:
+            with contextlib.suppress(OSError):
+                self.link.send(end=status, why=why)
+            self.link.close()

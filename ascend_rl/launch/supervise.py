@@ -1,0 +1,392 @@
+"""Run one command and everything it starts to the end, or to a clear error, and leave nothing behind.
+
+A training run is a tree of processes (bash, Ray's daemons, actors, vLLM's engines) in which a dead worker
+makes the others wait for ever, and whose orphans keep devices and shared memory. This process becomes the
+subreaper of the tree (prctl(2)), so that every descendant stays its child even after its parent died, and
+watches:
+
+- a wanted process that dies while the command goes on, no progress for too long, or the overall deadline end
+  the run with a sentence that says which;
+- whatever ends the run, also Ctrl-C: all descendants get SIGTERM, those left or born later SIGKILL, and
+  nothing else gets either; TMPDIR of the run is removed, and so are new files in /dev/shm that a descendant
+  was seen to use and nobody else uses. A new file alone proves nothing: /dev/shm may be shared with other
+  programs and containers.
+
+The output goes to a log file, and to the terminal either as it is or as a progress bar. Linux only; used by
+ray_start_npu.sh, tested with real process trees in tests/test_supervise.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ascend_rl.rollout.rollout_progress import TERMINAL
+
+PR_SET_CHILD_SUBREAPER = 36
+# Names (/proc/PID/comm, cut to 15 characters) of processes that only end when a run does.
+ESSENTIAL = (
+    "raylet",
+    "gcs_server",
+    "ray::TaskRunner",
+    "ray::WorkerDict",
+    "ray::vLLMHttpSe",
+    "VLLM::EngineCor",
+    "VLLM::Worker",
+)
+DEATH_GRACE_S = 15.0  # at the end of a run its processes do not die in one instant
+TERM_GRACE_S = 5.0
+KILL_GRACE_S = 30.0  # a process in the kernel's hands (a driver, a disk) dies only when these let go
+STEPS_SEEN = re.compile(r"Training Progress:.*?\| (\d+)/(\d+)")
+# States of the rollout's progress bar, and those in a line that were overwritten: the log keeps the last.
+ROLLOUT_SEEN = re.compile(
+    rb"((?:rollout|validation) \d+: \d+ tokens/s[^\r\n:]*):[^\r\n|]*\|[^\r\n|]*\| ([^ \r\n]+/[^ \r\n]+)"
+)
+OVERWRITTEN = re.compile(rb"\r[^\r\n]*(?:rollout|validation) \d+:[^\r\n]*(?=\r)|\r +(?=\r)")
+LINE_BYTES = 1 << 20  # a longer line is taken in pieces
+BAR = "{desc} {percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+SHM = Path("/dev/shm")
+EXIT_DEADLINE, EXIT_NOT_FOUND = 124, 127  # as timeout(1)
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """All processes: pid -> (parent, name); without zombies, unless other threads outlived the main one."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                stat = Path("/proc", entry, "stat").read_text()
+                name, _, numbers = stat[stat.index("(") + 1 :].rpartition(")")
+                rest = numbers.split()
+                if rest[0] not in "ZX" or int(rest[17]) > 1:
+                    found[int(entry)] = (int(rest[1]), name)
+    return found
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Living processes below ``root``: pid -> name."""
+    everyone = processes()
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in everyone.items():
+        children.setdefault(parent, []).append(pid)
+    found, stack = {}, [root]
+    while stack:
+        for pid in children.get(stack.pop(), ()):
+            found[pid] = everyone[pid][1]
+            stack.append(pid)
+    return found
+
+
+def is_fork(pid: int, name: str) -> bool:
+    """Whether a process has its parent's name: a helper it forked (datasets' num_proc), which may end.
+
+    So is one that is gone already.
+    """
+    everyone = processes()
+    parent, _ = everyone.get(pid, (None, name))
+    return parent is None or everyone.get(parent, (0, ""))[1] == name
+
+
+def reap(statuses: dict[int, int]) -> bool:
+    """Collect every child that ended, adopted ones included: pid -> exit code; returns whether any is left.
+
+    No child left proves that no descendant is left. A look at /proc does not: it misses a process that is
+    born, or whose parent dies, during the look.
+    """
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            statuses[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    except ChildProcessError:
+        return False
+    return True
+
+
+def kill_descendants(statuses: dict[int, int]) -> None:
+    """End all descendants, politely first.
+
+    SIGTERM goes once to those alive now: a process born later may be what a polite one says goodbye with.
+    SIGKILL goes to whatever is left, until nothing is.
+    """
+    send(signal.SIGTERM, descendants(os.getpid()))
+    until = time.monotonic() + TERM_GRACE_S
+    while reap(statuses) and time.monotonic() < until:
+        time.sleep(0.05)
+    until = time.monotonic() + KILL_GRACE_S
+    while reap(statuses) and time.monotonic() < until:
+        send(signal.SIGKILL, descendants(os.getpid()))
+        time.sleep(0.05)
+
+
+def send(number: signal.Signals, pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+class SharedMemory:
+    """The files in /dev/shm that appeared during the run and that its processes were seen to use."""
+
+    def __init__(self):
+        self.seen, self.ours = set(os.listdir(SHM)), set()
+
+    def watch(self, pids: Iterable[int]) -> None:
+        """Check who uses the files that are new since the last call; cheap if there are none."""
+        present = set(os.listdir(SHM))
+        if new := present - self.seen:
+            self.ours |= new & self.used_by(pids)
+        self.seen = present
+
+    def used_by(self, pids: Iterable[int]) -> set[str]:
+        """Names of the files that these processes have mapped or open."""
+        paths = set()
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+                paths |= {line.split(maxsplit=5)[-1] for line in maps if f"{SHM}/" in line}
+                paths |= {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+        return {Path(path).name for path in paths if Path(path).parent == SHM}
+
+    def remove_orphans(self) -> None:
+        for name in self.ours - self.used_by(processes()):
+            with contextlib.suppress(OSError):
+                (SHM / name).unlink()
+
+
+@contextlib.contextmanager
+def unless_gone(descriptor: int):
+    """Send the output to /dev/null once the terminal, or the reader of the pipe, is gone."""
+    try:
+        yield
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, descriptor)
+        os.close(null)
+
+
+class Output:
+    """Copies the command's output to the log, and to the terminal as text or as a progress bar."""
+
+    def __init__(self, log: Path, metrics: Path | None, bar: bool):
+        self.log, self.metrics = log.open("ab", buffering=0), metrics
+        self.tail: deque[str] = deque(maxlen=25)
+        self.step = self.total = 0
+        self.progressed = self.started = time.monotonic()
+        self.bar, self.rollout = None, ""
+        if bar:
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=0, desc="starting Ray, trainer and vLLM", bar_format="{desc} [{elapsed}]")
+        self.error: OSError | None = None
+        self.redraw = 0.0
+
+    def read(self, stream) -> None:
+        rest = b""
+        while chunk := stream.read1(1 << 16):  # a progress bar moves without ending its line
+            if self.bar is None:
+                with unless_gone(1):
+                    sys.stdout.buffer.write(chunk)
+                    sys.stdout.buffer.flush()
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self.take(line + b"\n")
+            if len(rest) > LINE_BYTES:
+                self.take(rest)
+                rest = b""
+            found = ROLLOUT_SEEN.findall(rest[-2000:])
+            self.rollout = b", ".join(found[-1]).decode() if found else ""
+        self.take(rest)
+
+    def take(self, line: bytes) -> None:
+        """A line to the log, and what it says about the run."""
+        try:
+            self.log.write(OVERWRITTEN.sub(b"", line))
+        except OSError as error:  # a full disk; read on, or the command could not even end
+            self.error = self.error or error
+        text = line.decode(errors="replace").rstrip()
+        if found := STEPS_SEEN.findall(text):
+            step, total = map(int, found[-1])
+            if (step, total) != (self.step, self.total):
+                self.step, self.total, self.progressed = step, total, time.monotonic()
+        elif text:
+            self.tail.append(text[-300:])
+
+    def refresh(self, last: bool = False) -> None:
+        if self.bar is None or not (last or time.monotonic() >= self.redraw):
+            return
+        self.redraw = time.monotonic() + (0.25 if sys.stderr.isatty() else 10)  # in a file every line stays
+        if self.total and not self.bar.total:
+            self.bar.bar_format, self.bar.desc = BAR, "training"
+            self.bar.reset(total=self.total)
+        self.bar.n = self.step
+        figures = ", ".join(filter(None, [last_metrics(self.metrics), self.rollout]))
+        self.bar.set_postfix_str(figures, refresh=False)
+        with unless_gone(2):
+            self.bar.refresh()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.refresh(last=True)
+            with unless_gone(2):
+                self.bar.close()
+        self.log.close()
+
+
+def last_metrics(path: Path | None) -> str:
+    """The newest training figures of verl's file logger, for the bar."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 20_000))
+            lines = file.read().splitlines()
+    except (OSError, AttributeError):
+        return ""
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut lines, validation only, NaN as null
+            data = json.loads(line)["data"]
+            reward = data.get("dapo/reward_before_filter/mean", data["critic/rewards/mean"])
+            return f"reward {reward:.2f}, {data['response_length/mean']:.1f} tokens"
+    return ""
+
+
+def supervise(
+    command: list[str],
+    log: Path,
+    metrics: Path | None = None,
+    bar: bool = False,
+    deadline_s: float = 0,
+    stall_s: float = 0,
+    start_s: float = 0,
+    ended: Callable[[], tuple[int, str] | None] = lambda: None,
+    leaving: Callable[[int], None] = lambda code: None,
+) -> int:
+    """Run ``command`` as described above.
+
+    Args:
+        command: what to run, found on PATH.
+        log: file that gets all output; its directory is made.
+        metrics: verl's metrics.jsonl, shown in the bar.
+        bar: draw a progress bar instead of copying the output.
+        deadline_s, stall_s, start_s: longest run, longest time between steps after the first, longest time to
+            the first step; 0 is no limit. Steps are read off verl's "Training Progress".
+        ended: asked four times a second; a status and a sentence end the run.
+        leaving: told the code when the run is over, before what is left of it is stopped.
+
+    Returns:
+        The command's exit code, or the status of ``ended``; 124 for a deadline, 1 for a death, 127 for no
+        such command, 128 + the number of a signal.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    caught: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup(1) stays in force
+            signal.signal(number, lambda number, frame: caught.append(number))
+
+    began_s = time.monotonic()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    temporary = tempfile.mkdtemp(prefix="ascend-rl-")  # short: paths of Unix sockets end at 107 bytes
+    statuses: dict[int, int] = {}
+    seen: dict[int, str] = {}
+    died: tuple[float, str] | None = None
+    why = ""
+    shm = SharedMemory()
+    output = Output(log, metrics, bar)
+    watched = {TERMINAL: "1"} if (sys.stderr if bar else sys.stdout).isatty() else {}
+    reader = None
+    code = 1
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | watched | {"TMPDIR": temporary},
+            start_new_session=True,
+        )
+        reader = threading.Thread(target=output.read, args=(child.stdout,), daemon=True)
+        reader.start()
+        while True:
+            reap(statuses)
+            if child.pid in statuses:
+                code = statuses[child.pid]
+                code = 128 - code if code < 0 else code
+                break
+            now = time.monotonic()
+            alive = descendants(os.getpid())
+            shm.watch(alive)
+            gone = [f"process {name} (pid {pid}) died" for pid, name in seen.items() if pid not in alive]
+            died = (died or (now, gone[0])) if gone else None  # one look may miss a living process
+            new = {pid: name for pid, name in alive.items() if pid not in seen and name.startswith(ESSENTIAL)}
+            seen |= {pid: name for pid, name in new.items() if not is_fork(pid, name)}
+            if caught:
+                code, why = 128 + caught[0], f"stopped by {signal.Signals(caught[0]).name}"
+            elif died and now - died[0] > DEATH_GRACE_S:
+                code, why = 1, f"{died[1]} and the run did not end by itself"
+            elif elsewhere := ended():
+                code, why = elsewhere
+            elif output.error:
+                code, why = 1, f"the log cannot be written: {output.error.strerror}"
+            elif deadline_s and now - began_s > deadline_s:
+                code, why = EXIT_DEADLINE, f"not finished after {deadline_s:g} s"
+            elif not output.step and start_s and now - began_s > start_s:
+                code, why = EXIT_DEADLINE, f"no training step after {start_s:g} s"
+            elif output.step and stall_s and now - output.progressed > stall_s:
+                code = EXIT_DEADLINE
+                why = f"no progress for {stall_s:g} s after step {output.step} of {output.total}"
+            if why:
+                break
+            output.refresh()
+            time.sleep(0.25)
+    except OSError as error:
+        if reader is not None:
+            raise
+        code, why = EXIT_NOT_FOUND, f"{command[0]} cannot be run: {error.strerror}"
+    finally:
+        leaving(code)
+        shm.watch(descendants(os.getpid()))
+        kill_descendants(statuses)
+        if reader is not None:
+            reader.join(5)
+        output.close()
+        shutil.rmtree(temporary, ignore_errors=True)
+        shm.remove_orphans()
+    with unless_gone(2):
+        if code:
+            why = why or f"{command[0]} ended with status {code}"
+            print(f"ERROR: {why}. The log is {log}", file=sys.stderr)
+        if code and bar and not caught:
+            print("Its last lines:\n  " + "\n  ".join(output.tail), file=sys.stderr)
+    return code
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run a command and all it starts; leave nothing behind.")
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--metrics", type=Path, help="verl's metrics.jsonl")
+    parser.add_argument("--bar", action="store_true", help="show a progress bar instead of the output")
+    parser.add_argument("--deadline", type=float, default=0, metavar="S", help="longest run (0: no limit)")
+    parser.add_argument("--stall", type=float, default=0, metavar="S", help="longest time between steps")
+    parser.add_argument("--start", type=float, default=0, metavar="S", help="longest time to the first step")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    args = parser.parse_args()
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        parser.error("give the command to run after --")
+    return supervise(command, args.log, args.metrics, args.bar, args.deadline, args.stall, args.start)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

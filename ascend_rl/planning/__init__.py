@@ -1,0 +1,1 @@
+"""What fits, worked out from the shapes of a model."""

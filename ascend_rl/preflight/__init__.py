@@ -1,0 +1,1 @@
+"""What would fail later, said before the start: nodes and configurations."""

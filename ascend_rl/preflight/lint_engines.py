@@ -1,0 +1,627 @@
+"""Rules about the engines: vLLM's rollout, the trainer, the loss and the reward.
+
+Some settings that are right on GPUs stop a run on NPUs; others run, but slowly, or train something else than
+the script says.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ascend_rl.experts import support_eplb
+from ascend_rl.loss import dapo, old_log_prob
+from ascend_rl.planning import layouts, memory_plan
+from ascend_rl.preflight.lint_setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup, checkpoint, rule
+from ascend_rl.rollout import npu_options
+from ascend_rl.settings.model import QWEN
+from ascend_rl.settings.switch import CannotWork
+
+LOCAL_DIRECTORIES = ("/tmp", "/var", "/dev/shm")
+GSPO_LOSSES = ("gspo", "gspo_token")
+
+
+# Rollout.
+
+
+@rule(
+    "rollout.mode",
+    "error",
+    "the rollout uses the async server",
+    why="verl 0.7 removed the synchronous one and raises ValueError",
+    fix="remove rollout.mode, or set async",
+)
+def _(s):
+    if s.get(f"{ROLLOUT}.mode", "async") != "async":
+        yield f"{ROLLOUT}.mode", f"'{s.get(f'{ROLLOUT}.mode')}'"
+
+
+@rule(
+    "rollout.utilization",
+    "error",
+    "gpu_memory_utilization is above 0 and at most 1",
+    why="vLLM refuses it: it is a share of the die",
+    fix="0.6 to 0.9, see the memory planner",
+)
+def _(s):
+    if not s.utilization:
+        yield f"{ROLLOUT}.gpu_memory_utilization", str(s.get(f"{ROLLOUT}.gpu_memory_utilization"))
+
+
+@rule(
+    "rollout.batched_tokens",
+    "error",
+    "max_num_batched_tokens holds max_num_seqs, or a whole sequence unchunked",
+    why="vLLM raises ValueError in SchedulerConfig",
+    fix="raise it; the recipes use prompt + response",
+)
+def _(s):
+    tokens, seqs = s.number(f"{ROLLOUT}.max_num_batched_tokens"), s.number(f"{ROLLOUT}.max_num_seqs")
+    longest = s.number(f"{ROLLOUT}.max_model_len", s.sequence)
+    if tokens < seqs:
+        yield f"{ROLLOUT}.max_num_batched_tokens", f"{tokens}, and max_num_seqs is {seqs}"
+    if not s.get(f"{ROLLOUT}.enable_chunked_prefill") and tokens < longest:
+        yield f"{ROLLOUT}.max_num_batched_tokens", f"{tokens} without chunked prefill, sequences of {longest}"
+
+
+@rule(
+    "rollout.model_len",
+    "error",
+    "max_model_len holds prompt + response and is within the model's positions",
+    why="responses are cut earlier than the configuration says, or vLLM refuses to start",
+    fix="set rollout.max_model_len to prompt + response, or shorten them",
+)
+def _(s):
+    longest, positions = s.number(f"{ROLLOUT}.max_model_len", 0), s.model.positions if s.model else 0
+    if longest and longest < s.sequence:
+        yield f"{ROLLOUT}.max_model_len", f"{longest}, and prompt + response is {s.sequence}"
+    if positions and max(longest, s.sequence) > positions:
+        yield (
+            f"{ROLLOUT}.max_model_len",
+            f"{max(longest, s.sequence)}, and the model has {positions} positions",
+        )
+
+
+@rule(
+    "rollout.graph_sizes",
+    "warning",
+    "the largest usable graph size is max_num_seqs (x 1 + speculative tokens)",
+    why="larger decode batches run without a graph, 7.5 times slower in one report (vllm-ascend#16049)",
+    fix="add that size to the capture sizes, or set max_num_seqs to one of them",
+)
+def _(s):
+    top = s.number(f"{ROLLOUT}.max_num_seqs") * s.decode_tokens
+    usable = [size for size in s.graph_sizes if size <= top]
+    if s.graphs and top not in usable:
+        yield (
+            f"{ROLLOUT}.max_num_seqs",
+            f"full decode batches have {top} tokens, the largest usable graph {max(usable, default=0)}",
+        )
+
+
+@rule(
+    "rollout.graph_stride",
+    "warning",
+    "graph sizes are multiples of the tokens a sequence decodes, and of TP",
+    why="vLLM rounds the others up (1 + speculative tokens), vllm-ascend drops them (FLASHCOMM1 shares "
+    "tokens over TP): other graphs than written are captured",
+    fix="use multiples of the stride",
+)
+def _(s):
+    strides = [("speculative tokens", s.decode_tokens)]
+    if s.variable("VLLM_ASCEND_ENABLE_FLASHCOMM1"):
+        strides.append(("FLASHCOMM1 with TP", s.rollout_tp))
+    for name, stride in strides:
+        off = [size for size in s.graph_sizes if size % stride]
+        if s.graphs and s.given_graph_sizes and off:
+            yield f"{ROLLOUT}.cudagraph_capture_sizes", f"{off} are not multiples of {stride} ({name})"
+
+
+@rule(
+    "rollout.options",
+    "error",
+    "speculation, graphs, npugraph_ex and HCCL modes do not contradict each other",
+    why="verl's server refuses it when the rollout starts",
+    fix="see docs/npu_options.md",
+)
+def _(s):
+    if s.get(f"{ROLLOUT}.name") != "vllm":
+        return
+    mtp = "actor_rollout_ref.model.mtp"
+    found = npu_options.conflicts(
+        s.engine_options,
+        npu=s.npu,
+        eager=bool(s.get(f"{ROLLOUT}.enforce_eager")),
+        mtp=bool(s.get(f"{mtp}.enable") and s.get(f"{mtp}.enable_rollout")),
+        shared_by=s.rollout_tp if s.variable("VLLM_ASCEND_ENABLE_FLASHCOMM1") else 1,
+    )
+    yield from ((f"{VLLM}.{key}", why, fix) for key, why, fix in found)
+
+
+@rule(
+    "rollout.eplb",
+    "error",
+    "with VLLM_ENABLE_EPLB=1 there are experts, expert parallelism and matching sizes",
+    why="verl's server refuses it when the rollout starts",
+    fix="see docs/eplb.md",
+)
+def _(s):
+    if s.variable(support_eplb.SWITCH) != 1 or s.get(f"{ROLLOUT}.name") != "vllm" or s.model is None:
+        return
+    args = s.engine_options | {
+        "tensor_parallel_size": s.rollout_tp,
+        "data_parallel_size": s.rollout_dp,
+        "enable_expert_parallel": s.number(f"{ROLLOUT}.expert_parallel_size") > 1,
+        "quantization": s.get(f"{ROLLOUT}.quantization"),
+    }
+    kind = support_eplb.MODELS[0] if s.model.experts else "a dense model"
+    model = SimpleNamespace(model_type=kind, num_experts=s.model.experts)
+    yield from support_eplb.conflicts(args, model, "npu" if s.npu else "cpu", s.env)
+
+
+@rule(
+    "rollout.graph_mode",
+    "warning",
+    "graphs are captured as FULL_DECODE_ONLY",
+    why="vllm-ascend turns FULL_AND_PIECEWISE into PIECEWISE, which leaves attention out of the graph, "
+    "limits the number of sizes and switches npugraph_ex off",
+    fix=f"+{VLLM}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
+)
+def _(s):
+    if s.graphs and s.graph_mode not in ("FULL_DECODE_ONLY", "FULL"):
+        yield f"{VLLM}.compilation_config.cudagraph_mode", s.graph_mode
+
+
+def piecewise_limit(layers: int, moe: bool, tp: int, dp: int, ep: bool, aiv: bool) -> int:
+    """How many PIECEWISE graphs vllm-ascend 0.13 captures: each takes streams for its layers and groups.
+
+    Source: vllm_ascend.utils.update_aclgraph_sizes.
+    """
+    groups, streams, graph = (dp > 1) + (tp > 1), 1800, layers + 1
+    if not aiv:
+        return int((streams - groups * 40) / graph / (1 + groups * 2))
+    factor = 1 + groups + ep + (moe and dp > 1)
+    return int((streams - (0 if moe else factor * graph)) / graph / factor)
+
+
+@rule(
+    "rollout.graph_limit",
+    "warning",
+    "no more PIECEWISE graph sizes than the streams allow",
+    why="vllm-ascend keeps an even sample of the sizes, so batches are padded further (vllm-ascend#1168)",
+    fix="use FULL_DECODE_ONLY, or give the sizes that matter",
+)
+def _(s):
+    if not s.graphs or s.graph_mode in ("FULL_DECODE_ONLY", "FULL") or not s.model:
+        return
+    ep, aiv = s.number(f"{ROLLOUT}.expert_parallel_size") > 1, s.env.get("HCCL_OP_EXPANSION_MODE") == "AIV"
+    limit = piecewise_limit(s.model.layers, s.model.experts > 0, s.rollout_tp, s.rollout_dp, ep, aiv)
+    if len(s.graph_sizes) > limit:
+        yield f"{ROLLOUT}.cudagraph_capture_sizes", f"{len(s.graph_sizes)} sizes, {limit} are kept"
+
+
+@rule(
+    "rollout.task_queue",
+    "error",
+    "TASK_QUEUE_ENABLE is 1 with graphs",
+    why="level 2 and graph capture exclude each other: capturing fails",
+    fix="export TASK_QUEUE_ENABLE=1",
+)
+def _(s):
+    if s.graphs and s.env.get("TASK_QUEUE_ENABLE") == "2":
+        yield "$TASK_QUEUE_ENABLE", "2, and rollout.enforce_eager is False"
+
+
+@rule(
+    "rollout.task_queue_eager",
+    "info",
+    "TASK_QUEUE_ENABLE is 2 without graphs",
+    why="level 2 moves more of the launch work off the Python thread",
+    fix="export TASK_QUEUE_ENABLE=2",
+)
+def _(s):
+    if s.npu and not s.graphs and s.env.get("TASK_QUEUE_ENABLE", "1") != "2":
+        yield "$TASK_QUEUE_ENABLE", s.env.get("TASK_QUEUE_ENABLE", "not set") + ", and there are no graphs"
+
+
+@rule(
+    "rollout.launch_blocking",
+    "error",
+    "ASCEND_LAUNCH_BLOCKING is off with graphs",
+    why="vllm-ascend raises ValueError: ACL graphs are incompatible with it",
+    fix="unset ASCEND_LAUNCH_BLOCKING",
+)
+def _(s):
+    if s.graphs and s.env.get("ASCEND_LAUNCH_BLOCKING") == "1":
+        yield "$ASCEND_LAUNCH_BLOCKING", "1, and rollout.enforce_eager is False"
+
+
+@rule(
+    "rollout.sleep_segments",
+    "error",
+    "no expandable segments in the environment with sleep mode",
+    why="vllm-ascend's memory pool asserts against expandable_segments:True, the rollout does not start",
+    fix="use garbage_collection_threshold:0.6,max_split_size_mb:24; verl switches segments by itself",
+)
+def _(s):
+    sleep = s.get(f"{ROLLOUT}.free_cache_engine") and s.get(f"{ROLLOUT}.enable_sleep_mode", True)
+    if s.npu and sleep and "expandable_segments:True" in s.env.get("PYTORCH_NPU_ALLOC_CONF", ""):
+        yield "$PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True, and rollout.free_cache_engine is True"
+
+
+@rule(
+    "rollout.log_probs_needed",
+    "error",
+    "rollout log-probs are computed where they are used",
+    why="importance sampling and bypass_mode read rollout_log_probs: the first step fails or the correction "
+    "is left out",
+    fix="set rollout.calculate_log_probs=True",
+)
+def _(s):
+    for key in ("rollout_is", "rollout_rs", "bypass_mode"):
+        value = s.get(f"algorithm.rollout_correction.{key}")
+        if value and not s.get(f"{ROLLOUT}.calculate_log_probs"):
+            yield f"algorithm.rollout_correction.{key}", f"{value}, and rollout.calculate_log_probs is False"
+
+
+# Memory, by the planner.
+
+
+def _fsdp(s: Setup) -> layouts.Fsdp:
+    engine, checkpointing = f"{ACTOR}.fsdp_config", "actor_rollout_ref.model.enable_gradient_checkpointing"
+    micro = s.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu") * -(-s.sequence // s.sp)
+    return layouts.Fsdp(
+        dies=s.dies,
+        size=min(max(s.number(f"{engine}.fsdp_size", 0), 0), s.dies),
+        sp=s.sp,
+        version=2 if s.get(f"{ACTOR}.strategy") == "fsdp2" else 1,
+        max_token_len_per_gpu=s.number(f"{ACTOR}.ppo_max_token_len_per_gpu") if s.dynamic else micro,
+        recompute="full" if s.get(checkpointing) else "none",
+        param_offload=bool(s.get(f"{engine}.param_offload")),
+        optimizer_offload=bool(s.get(f"{engine}.optimizer_offload")),
+        offload_policy=bool(s.get(f"{engine}.offload_policy")),
+        reshard_after_forward=bool(s.get(f"{engine}.reshard_after_forward", True)),
+        parameter_bytes=4 if s.get(f"{engine}.model_dtype") in ("fp32", "float32") else 2,
+    )
+
+
+def _megatron(s: Setup) -> layouts.Training:
+    transformer = f"{MEGATRON}.override_transformer_config"
+    offload = "offload" if s.get(f"{MEGATRON}.optimizer_offload") else "resident"
+    micro = s.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu") * -(-s.sequence // s.cp)
+    return layouts.Training(
+        dies=s.dies,
+        tp=s.tp,
+        pp=s.pp,
+        cp=s.cp,
+        ep=s.ep,
+        etp=s.etp,
+        max_token_len_per_gpu=s.number(f"{ACTOR}.ppo_max_token_len_per_gpu") if s.dynamic else micro,
+        optimizer="swap" if s.get(f"{transformer}.swap_optimizer") else offload,
+        recompute="full" if s.get(f"{transformer}.recompute_granularity") == "full" else "none",
+        moe_zero_memory=s.get(f"{transformer}.moe_zero_memory", "disable"),
+        layer_split=s.layer_split,
+        param_offload=bool(s.get(f"{MEGATRON}.param_offload")),
+    )
+
+
+def _plan(s: Setup) -> Any:
+    """The memory plan of both phases; None where it cannot know: other models, illegal layouts."""
+    model = checkpoint(str(s.get("actor_rollout_ref.model.path", "")), QWEN)
+    if not s.npu or not s.utilization or model is None:
+        return None
+    training = _megatron(s) if s.megatron else _fsdp(s) if s.fsdp else None
+    rollout = layouts.Rollout(
+        dies=s.dies,
+        tp=s.rollout_tp,
+        ep=s.number(f"{ROLLOUT}.expert_parallel_size"),
+        max_model_len=s.number(f"{ROLLOUT}.max_model_len", model.positions or s.sequence),
+        max_num_seqs=s.number(f"{ROLLOUT}.max_num_seqs"),
+        max_num_batched_tokens=s.number(f"{ROLLOUT}.max_num_batched_tokens"),
+        gpu_memory_utilization=s.utilization,
+        moe_chunk_tokens=s.variable("VLLM_FUSED_MOE_CHUNK_SIZE") or None,
+    )
+    try:
+        return memory_plan.plan(model, training, rollout)
+    except CannotWork:
+        return None
+
+
+@rule(
+    "train.memory",
+    "warning",
+    "by the planner, the update fits",
+    why="the planner expects it to run out of memory",
+    fix="see: python -m ascend_rl.memory_plan -h; more CP, PP or SP, recomputation, a smaller token budget",
+)
+def _(s):
+    plan = _plan(s)
+    if plan and plan.training and not plan.training.fits:
+        peak, budget = plan.training.peak_bytes / 2**30, plan.training.budget_bytes / 2**30
+        tokens = plan.training.max_token_len_per_gpu
+        would = f"a token budget of {tokens} would fit" if tokens else "no token budget would fit"
+        yield (
+            MEGATRON if s.megatron else f"{ACTOR}.fsdp_config",
+            f"{peak:.1f} GiB of {budget:.1f} GiB; {would}",
+        )
+
+
+@rule(
+    "rollout.memory",
+    "warning",
+    "by the planner, weights and the KV cache of one sequence fit",
+    why="vLLM refuses to start without room for one sequence of max_model_len",
+    fix="see: python -m ascend_rl.memory_plan -h; more TP or EP, a higher gpu_memory_utilization",
+)
+def _(s):
+    plan = _plan(s)
+    if plan and plan.rollout and not plan.rollout.fits:
+        weights, left = plan.rollout.weights_bytes / 2**30, plan.rollout.kv_bytes / 2**30
+        yield (
+            f"{ROLLOUT}.gpu_memory_utilization",
+            f"{weights:.1f} GiB of weights leave {left:.1f} GiB of KV cache",
+        )
+
+
+@rule(
+    "rollout.kv_capacity",
+    "info",
+    "by the planner, the KV cache holds max_num_seqs full sequences",
+    why="more run while responses are short, and are preempted and computed again when they grow",
+    fix="choose max_num_seqs by the usual length of responses",
+)
+def _(s):
+    plan, wanted = _plan(s), s.number(f"{ROLLOUT}.max_num_seqs")
+    if plan and plan.rollout and plan.rollout.fits and plan.rollout.max_num_seqs < wanted:
+        yield (
+            f"{ROLLOUT}.max_num_seqs",
+            f"{plan.rollout.max_num_seqs} of {wanted} sequences of full length fit",
+        )
+
+
+# Training.
+
+
+@rule(
+    "train.torch_compile",
+    "error",
+    "torch.compile is off in FSDP training on NPUs",
+    why="the actor compiles its entropy with Inductor, which has no NPU backend here: compile_fx fails in "
+    "the first step",
+    fix=f"set {ACTOR}.use_torch_compile=False",
+)
+def _(s):
+    if s.npu and s.fsdp and s.get(f"{ACTOR}.use_torch_compile"):
+        yield f"{ACTOR}.use_torch_compile", "True (verl's default)"
+
+
+@rule(
+    "train.flash_attn",
+    "error",
+    "MindSpeed's flash attention is on",
+    why="without it: 'Please set micro_batch_size or set use_flash_attn=True in config', or the attention "
+    "matrix of long sequences runs out of memory in the update",
+    fix=f"+{MEGATRON}.override_transformer_config.use_flash_attn=True",
+)
+def _(s):
+    key = f"{MEGATRON}.override_transformer_config.use_flash_attn"
+    if s.npu and s.megatron and s.get(key) is not True:
+        yield key, str(s.get(key, "not set"))
+
+
+@rule(
+    "train.recompute",
+    "error",
+    "full recomputation specifies the method and the number of layers",
+    why="Megatron raises ValueError",
+    fix="add recompute_method=uniform and recompute_num_layers=1",
+)
+def _(s):
+    prefix = f"{MEGATRON}.override_transformer_config"
+    if (
+        s.megatron
+        and s.get(f"{prefix}.recompute_granularity") == "full"
+        and not (s.get(f"{prefix}.recompute_method") and s.get(f"{prefix}.recompute_num_layers"))
+    ):
+        yield (
+            f"{prefix}.recompute_granularity",
+            "full, and recompute_method or recompute_num_layers is not set",
+        )
+
+
+@rule(
+    "train.overlap_weights",
+    "error",
+    "alltoall overlap loads its weights from a distributed checkpoint",
+    why="its experts are stored as one grouped matrix, which mbridge (verl's default) does not know",
+    fix=f"{MEGATRON}.use_mbridge=False with use_dist_checkpointing=True and a converted checkpoint",
+)
+def _(s):
+    prefix = f"{MEGATRON}.override_transformer_config"
+    overlap = s.get(f"{prefix}.moe_alltoall_overlap_comm") or s.variable("USE_ALLTOALL_OVERLAP")
+    if s.megatron and overlap and s.get(f"{MEGATRON}.use_mbridge"):
+        yield f"{MEGATRON}.use_mbridge", "True, with MindSpeed's alltoall overlap"
+
+
+@rule(
+    "train.dist_checkpoint",
+    "error",
+    "a path is given where a distributed checkpoint is used",
+    why="verl has nothing to load the weights from",
+    fix=f"set {MEGATRON}.dist_checkpointing_path",
+)
+def _(s):
+    if (
+        s.megatron
+        and s.get(f"{MEGATRON}.use_dist_checkpointing")
+        and not s.get(f"{MEGATRON}.dist_checkpointing_path")
+    ):
+        yield f"{MEGATRON}.dist_checkpointing_path", "not set, and use_dist_checkpointing is True"
+
+
+@rule(
+    "train.swap_optimizer",
+    "error",
+    "the optimizer is either swapped by MindSpeed or offloaded by verl",
+    why="both move the same states between host and die",
+    fix=f"set {MEGATRON}.optimizer_offload=False",
+)
+def _(s):
+    if (
+        s.megatron
+        and s.get(f"{MEGATRON}.override_transformer_config.swap_optimizer")
+        and s.get(f"{MEGATRON}.optimizer_offload")
+    ):
+        yield f"{MEGATRON}.optimizer_offload", "True, with swap_optimizer"
+
+
+@rule(
+    "train.shared_storage",
+    "warning",
+    "checkpoints of several nodes are on shared storage",
+    why="each node writes its shards; a resume finds only its own",
+    fix="use an absolute path that all nodes mount",
+)
+def _(s):
+    if s.number("trainer.nnodes") < 2:
+        return
+    keys = ["trainer.default_local_dir"] if s.number("trainer.save_freq", -1) > 0 else []
+    if s.get(f"{MEGATRON}.use_dist_checkpointing"):
+        keys.append(f"{MEGATRON}.dist_checkpointing_path")
+    for key in keys:
+        path = str(s.get(key, ""))
+        if path and (not path.startswith("/") or path.startswith(LOCAL_DIRECTORIES)):
+            yield key, f"'{path}' on {s.number('trainer.nnodes')} nodes"
+
+
+@rule(
+    "train.engine_workers",
+    "info",
+    "engine workers are chosen with their log-prob gap in mind",
+    why="on a CPU their log-probs differ from the rollout's by 0.029 (bf16 autocast is hard-coded)",
+    fix="compare with trainer.use_legacy_worker_impl=auto before long runs",
+)
+def _(s):
+    if s.get("trainer.use_legacy_worker_impl") == "disable":
+        yield "trainer.use_legacy_worker_impl", "disable"
+
+
+# The algorithm.
+
+
+@rule(
+    "algorithm.gspo_aggregation_unset",
+    "error",
+    "GSPO runs set loss_agg_mode explicitly",
+    why="the patched verl honours loss_agg_mode, and its default is token-mean: long responses weigh more "
+    "than in GSPO",
+    fix=f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+)
+def _(s):
+    if s.get(f"{ACTOR}.policy_loss.loss_mode") in GSPO_LOSSES and f"{ACTOR}.loss_agg_mode" not in s.given:
+        yield f"{ACTOR}.loss_agg_mode", "not set"
+
+
+@rule(
+    "algorithm.gspo_aggregation",
+    "warning",
+    "GSPO averages over responses: seq-mean-token-mean",
+    why="it used to be ignored, now it is honoured: not the paper's objective",
+    fix=f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+)
+def _(s):
+    mode = s.get(f"{ACTOR}.loss_agg_mode")
+    if (
+        s.get(f"{ACTOR}.policy_loss.loss_mode") in GSPO_LOSSES
+        and f"{ACTOR}.loss_agg_mode" in s.given
+        and mode != "seq-mean-token-mean"
+    ):
+        yield f"{ACTOR}.loss_agg_mode", f"{mode} with GSPO"
+
+
+@rule(
+    "algorithm.clip_range",
+    "warning",
+    "clip bounds suit the ratio: about 3e-4 for GSPO, 0.2 for tokens",
+    why="sequence ratios stay so close to 1 that bounds made for tokens never clip, and the other way round",
+    fix="GSPO: clip_ratio_low=3e-4 clip_ratio_high=4e-4; token ratios: 0.2",
+)
+def _(s):
+    loss = s.get(f"{ACTOR}.policy_loss.loss_mode")
+    for key in (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"):
+        bound = s.get(key, 0.2)
+        if isinstance(bound, int | float) and (
+            bound > 0.02 if loss in GSPO_LOSSES else loss == "vanilla" and bound < 0.02
+        ):
+            yield key, f"{bound} with {loss}"
+
+
+@rule(
+    "algorithm.gspo_on_policy",
+    "info",
+    "GSPO makes several updates a step",
+    why="with one, every sequence ratio is 1 and nothing is ever clipped",
+    fix="lower ppo_mini_batch_size",
+)
+def _(s):
+    mini, train = s.number(f"{ACTOR}.ppo_mini_batch_size"), s.number("data.train_batch_size")
+    if s.get(f"{ACTOR}.policy_loss.loss_mode") in GSPO_LOSSES and mini >= train:
+        yield f"{ACTOR}.ppo_mini_batch_size", f"{mini} of {train}: one update"
+
+
+@rule(
+    "algorithm.filter_groups",
+    "error",
+    "filter_groups is used with settings that let groups vary and can fill a batch",
+    why="otherwise dynamic sampling stops the run, at its start or after its last generation batch",
+    fix="see docs/dapo.md",
+)
+def _(s):
+    from omegaconf import OmegaConf
+
+    if s.get("algorithm.filter_groups.enable"):
+        yield from dapo.problems(OmegaConf.create(s.config))
+
+
+@rule(
+    "algorithm.old_log_prob",
+    "error",
+    "old log-probs are skipped only where they equal the new ones",
+    why="with a second update, or a correction that compares them, old and new differ: ratios become wrong",
+    fix="one mini-batch a step, ppo_epochs=1 and no rollout correction; or recompute_old_log_prob=True",
+)
+def _(s):
+    from omegaconf import OmegaConf
+
+    if s.get(old_log_prob.SWITCH) is False:
+        yield from old_log_prob.problems(OmegaConf.create(s.config))
+
+
+def _substring_tests(source: str) -> Iterator[int]:
+    """Lines of `truth in answer` where both sides are plain strings by their names."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and any(isinstance(op, ast.In) for op in node.ops):
+            left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
+            if re.search(r"truth|gold|label|target|expected", left) and re.search(
+                r"solution|response|answer|output|text|completion|pred", right
+            ):
+                yield node.lineno
+
+
+@rule(
+    "algorithm.substring_reward",
+    "error",
+    "the reward compares answers instead of searching for them",
+    why="'1' is in almost every response: the model is paid for writing digits",
+    fix="extract the final answer and compare it as a number or an expression",
+)
+def _(s):
+    for key in ("reward.custom_reward_function.path", "custom_reward_function.path"):
+        file = Path(str(s.get(key, ""))).expanduser()
+        if file.is_file() and file.suffix == ".py":
+            for number in _substring_tests(file.read_text()):
+                yield f"{file}:{number}", "the ground truth is looked for anywhere in the response"

@@ -1,0 +1,241 @@
+"""What the rules of the config linter see of a run, and the table that holds them.
+
+A `Setup` holds the resolved configuration, the environment and the scripts, and derives the sizes that
+several rules need: dies, partitions, the longest sequence, the graph sizes. A value that is not a number
+counts as the default there; another rule reports it. The geometry of a model comes from its config.json, or
+from the name of a published checkpoint, so that a recipe can be checked on a machine without the weights.
+
+A rule is one small function that yields (where, detail) or (where, detail, fix); `rule` enters it into RULES
+with its id, its severity, what it checks, the failure that is known to follow, and the fix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ascend_rl.preflight.dry_run import Run
+from ascend_rl.preflight.findings import Finding
+from ascend_rl.preflight.verl_config import Resolved, select
+from ascend_rl.rollout import npu_options
+from ascend_rl.settings.model import Model, published
+from ascend_rl.settings.switch import CannotWork
+
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+MEGATRON = f"{ACTOR}.megatron"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+
+
+def checkpoint(path: str, kinds: tuple[str, ...] = ()) -> Model | None:
+    """The model of config.json at `path`, else of a published model's name in `path`; None for others."""
+    if (Path(path).expanduser() / "config.json").is_file():
+        with contextlib.suppress(CannotWork):
+            return Model.from_path(path, kinds)
+        return None
+    name = published(path)
+    return Model.named(name) if name else None
+
+
+def as_mapping(value: Any) -> dict[str, Any]:
+    """A dict, given as one or as JSON; empty if it is neither."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    return value if isinstance(value, dict) else {}
+
+
+class Setup:
+    """What the rules see: configuration, overrides, environment and scripts of one run."""
+
+    def __init__(self, run: Run, resolved: Resolved, scripts: dict[str, str], extra: int = 0):
+        self.run, self.env, self.scripts = run, run.env, scripts  # scripts: {path: text}
+        self.config, self.given = resolved.config, resolved.given
+        self.own_args = run.args[: len(run.args) - extra]  # without the overrides from the command line
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return select(self.config, key, default)
+
+    def number(self, key: str, default: int = 1) -> int:
+        """An integer of the configuration; the default if it is not a number (another rule reports that)."""
+        try:
+            return int(float(self.get(key, default)))
+        except (TypeError, ValueError):
+            return default
+
+    def size(self, key: str) -> int:
+        """A number of ranks, at least 1: rules divide by it, and parallel.positive reports others."""
+        return max(self.number(key), 1)
+
+    def variable(self, name: str, default: int = 0) -> int:
+        value = self.env.get(name, "").strip()
+        return int(value) if re.fullmatch(r"-?\d+", value) else default
+
+    @cached_property
+    def npu(self) -> bool:
+        return self.get("trainer.device") != "cpu"
+
+    @cached_property
+    def megatron(self) -> bool:
+        return self.get(f"{ACTOR}.strategy") == "megatron"
+
+    @cached_property
+    def fsdp(self) -> bool:
+        return str(self.get(f"{ACTOR}.strategy")).startswith("fsdp")
+
+    @cached_property
+    def model(self) -> Model | None:
+        return checkpoint(str(self.get("actor_rollout_ref.model.path", "")))
+
+    @property
+    def dies(self) -> int:
+        return self.size("trainer.nnodes") * self.size("trainer.n_gpus_per_node")
+
+    @cached_property
+    def tp(self) -> int:
+        return self.size(f"{MEGATRON}.tensor_model_parallel_size")
+
+    @cached_property
+    def pp(self) -> int:
+        return self.size(f"{MEGATRON}.pipeline_model_parallel_size")
+
+    @cached_property
+    def cp(self) -> int:
+        return self.size(f"{MEGATRON}.context_parallel_size")
+
+    @cached_property
+    def ep(self) -> int:
+        return self.size(f"{MEGATRON}.expert_model_parallel_size")
+
+    @cached_property
+    def etp(self) -> int:
+        return max(self.number(f"{MEGATRON}.expert_tensor_parallel_size", self.tp), 1)
+
+    @cached_property
+    def sp(self) -> int:
+        """The Ulysses size; the actor's own key wins, as in verl."""
+        own = self.size(f"{ACTOR}.ulysses_sequence_parallel_size")
+        return own if own > 1 else self.size(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
+
+    @cached_property
+    def dp(self) -> int:
+        """Training ranks that get different samples; 0 if the sizes do not fit."""
+        split = self.tp * self.pp * self.cp if self.megatron else self.sp
+        return self.dies // split if self.dies % split == 0 else 0
+
+    @cached_property
+    def layer_split(self) -> tuple[int, ...]:
+        """Layers of each pipeline stage, if MindSpeed is given a list of them."""
+        for name in ("pipeline_num_transformer_layers", "num_layer_list"):
+            if value := self.get(f"{MEGATRON}.override_transformer_config.{name}"):
+                return tuple(int(number) for number in re.findall(r"\d+", str(value)))
+        return ()
+
+    @cached_property
+    def rollout_tp(self) -> int:
+        return self.size(f"{ROLLOUT}.tensor_model_parallel_size")
+
+    @cached_property
+    def rollout_dp(self) -> int:
+        return self.size(f"{ROLLOUT}.data_parallel_size")
+
+    @cached_property
+    def sequence(self) -> int:
+        """The longest sequence, in tokens."""
+        return self.number("data.max_prompt_length") + self.number("data.max_response_length")
+
+    @cached_property
+    def dynamic(self) -> bool:
+        return bool(self.get(f"{ACTOR}.use_dynamic_bsz"))
+
+    @cached_property
+    def graphs(self) -> bool:
+        return self.npu and not self.get(f"{ROLLOUT}.enforce_eager") and self.graph_mode != "NONE"
+
+    @cached_property
+    def utilization(self) -> float:
+        """The share of a die that vLLM may take; 0 if the given value is invalid."""
+        value = self.get(f"{ROLLOUT}.gpu_memory_utilization", 0.5)
+        return value if isinstance(value, int | float) and 0 < value <= 1 else 0.0
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """A node of the configuration, see `as_mapping`."""
+        return as_mapping(self.get(key))
+
+    @cached_property
+    def compilation(self) -> dict[str, Any]:
+        return self.mapping(f"{VLLM}.compilation_config")
+
+    @cached_property
+    def engine_options(self) -> dict[str, Any]:
+        """engine_kwargs.vllm, its configurations as dicts."""
+        given = self.mapping(VLLM)
+        return given | {key: as_mapping(given[key]) for key in npu_options.CONFIGS if key in given}
+
+    @cached_property
+    def graph_mode(self) -> str:
+        eager = bool(self.get(f"{ROLLOUT}.enforce_eager"))
+        return npu_options.graph_mode(self.engine_options, self.npu, eager)
+
+    @cached_property
+    def decode_tokens(self) -> int:
+        """Tokens a sequence adds to a decode step: one, plus the speculative ones."""
+        return 1 + max(self.number(f"{VLLM}.speculative_config.num_speculative_tokens", 0), 0)
+
+    @cached_property
+    def given_graph_sizes(self) -> Any:
+        return self.get(f"{ROLLOUT}.cudagraph_capture_sizes") or self.compilation.get(
+            "cudagraph_capture_sizes"
+        )
+
+    @cached_property
+    def graph_sizes(self) -> list[int]:
+        """The sizes given (rollout's own key wins over compilation_config), else vLLM's, ascending."""
+        if self.given_graph_sizes:
+            return sorted({int(size) for size in re.findall(r"\d+", str(self.given_graph_sizes))})
+        top = min(self.number(f"{ROLLOUT}.max_num_seqs") * self.decode_tokens * 2, 512)
+        sizes = [1, 2, 4, *range(8, min(top + 1, 256), 8), *range(256, top + 1, 16)]
+        return [size for size in sizes if size <= top]
+
+
+Hit = tuple[str, str] | tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Rule:
+    id: str
+    severity: str
+    checks: str
+    why: str
+    fix: str
+    find: Callable[[Setup], Iterator[Hit]]
+
+    def __call__(self, setup: Setup) -> list[Finding]:
+        return [
+            Finding(
+                self.severity,
+                self.id,
+                hit[0],
+                f"{hit[1]}: {self.why}" if self.why else hit[1],
+                hit[2] if len(hit) > 2 else self.fix,
+            )
+            for hit in self.find(setup)
+        ]
+
+
+RULES: list[Rule] = []
+
+
+def rule(id: str, severity: str, checks: str, *, why: str = "", fix: str):
+    """Enter the decorated function into RULES."""
+
+    def enter(find: Callable[[Setup], Iterator[Hit]]) -> Callable[[Setup], Iterator[Hit]]:
+        RULES.append(Rule(id, severity, checks, why, fix, find))
+        return find
+
+    return enter

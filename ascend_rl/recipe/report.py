@@ -1,0 +1,205 @@
+"""Report what a run did, from verl's metrics.jsonl: a table, report.json and report.png.
+
+python -m ascend_rl.report outputs/gspo_qwen3_tiny_cpu [--compare outputs/grpo_qwen3_tiny_cpu]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+FINAL_STEPS = 5
+PHASES = {
+    "gen": "rollout",
+    "old_log_prob": "old log-prob",
+    "ref": "reference log-prob",
+    "reward": "reward",
+    "adv": "advantage",
+    "update_actor": "update",
+    "update_weights": "weight sync",
+}
+# With dynamic sampling (ascend_rl/loss/dapo.py) every trained group has right and wrong responses.
+UNFILTERED = "dapo/reward_before_filter/mean"
+REWARD, LENGTH, CLIPPED = "critic/rewards/mean", "response_length/mean", "actor/pg_clipfrac"
+PROBS_DIFF = "training/rollout_probs_diff_max"
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The records of verl's file logger as {"step": int, **metrics}; the logger writes NaN as null.
+
+    Raises:
+        SystemExit: the file is missing, damaged or holds no training step.
+    """
+    rows: list[dict] = []
+    try:
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            data = {key: math.nan if value is None else value for key, value in record["data"].items()}
+            rows.append({"step": record["step"], **data})
+    except FileNotFoundError:
+        sys.exit(f"{path} is missing: did the run reach its first step? Its output is in train.log beside it")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sys.exit(f"{path}, line {len(rows) + 1} is damaged: was the run killed while writing? Remove it")
+    if not any(REWARD in row for row in rows):
+        sys.exit(f"{path} holds no training step; the run's output is in train.log beside it")
+    return rows
+
+
+def series(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the rows that have ``key``."""
+    return [row["step"] for row in rows if key in row], [row[key] for row in rows if key in row]
+
+
+def rewards(rows: list[dict]) -> tuple[list[int], list[float]]:
+    """Steps and mean rewards over all generated responses."""
+    return series(rows, UNFILTERED if any(UNFILTERED in row for row in rows) else REWARD)
+
+
+def validation(rows: list[dict]) -> tuple[list[int], list[float]]:
+    """The mean validation reward, over data sources."""
+    steps, values = [], []
+    for row in rows:
+        found = [v for k, v in row.items() if k.startswith("val-") and k.endswith("/reward/mean@1")]
+        if found:
+            steps.append(row["step"])
+            values.append(statistics.fmean(found))
+    return steps, values
+
+
+def summarise(rows: list[dict], wall_s: float | None) -> dict:
+    """The figures of report.json; times are in seconds and leave out the first step, which warms up."""
+    training = [row for row in rows if REWARD in row]
+    steady = training[1:] or training
+    phases = {
+        name: statistics.median(row.get(f"timing_s/{key}", 0.0) for row in steady)
+        for key, name in PHASES.items()
+        if any(f"timing_s/{key}" in row for row in steady)
+    }
+    step_s = statistics.median(row["timing_s/step"] for row in steady)
+    phases["other"] = max(0.0, step_s - sum(phases.values()))
+    _, val = validation(rows)
+    diffs = series(rows, PROBS_DIFF)[1]
+    return {
+        "steps": len(training),
+        "final_reward": statistics.fmean(rewards(rows)[1][-FINAL_STEPS:]),
+        "val_reward": val[-1] if val else None,
+        "val_reward_before": val[0] if len(val) > 1 else None,
+        "max_rollout_probs_diff": max(diffs, key=lambda d: math.inf if math.isnan(d) else d, default=None),
+        "mean_clip_share": statistics.fmean(series(rows, CLIPPED)[1] or [0.0]),
+        "median_step_s": step_s,
+        "median_phase_s": phases,
+        "wall_s": wall_s,
+    }
+
+
+def as_json(report: dict) -> str:
+    """The report as JSON, which has no NaN: figures that are not finite become null, as verl writes them."""
+
+    def finite(value):
+        if isinstance(value, dict):
+            return {key: finite(one) for key, one in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(report), indent=2, allow_nan=False) + "\n"
+
+
+def shortfalls(report: dict, min_reward: float, max_probs_diff: float | None) -> list[str]:
+    """Why a run is not a success; NaN counts as a failure."""
+    problems = [
+        f"{key} is {report[key]:.3f}, expected at least {min_reward}"
+        for key in ("final_reward", "val_reward")
+        if report[key] is not None and not report[key] >= min_reward
+    ]
+    gap = report["max_rollout_probs_diff"]
+    if max_probs_diff is not None and (gap is None or not gap <= max_probs_diff):
+        problems.append(
+            f"rollout and trainer probabilities differ by {gap}, expected at most "
+            f"{max_probs_diff}: vLLM does not compute what the trainer computes"
+        )
+    return problems
+
+
+def table(report: dict) -> str:
+    def show(value, digits=3):
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    diff = report["max_rollout_probs_diff"]
+    lines = [
+        ("training steps", str(report["steps"])),
+        (f"reward, mean of the last {FINAL_STEPS} steps", show(report["final_reward"])),
+        ("held-out reward, greedy, before", show(report["val_reward_before"])),
+        ("held-out reward, greedy, after", show(report["val_reward"])),
+        ("largest rollout/trainer probability gap", "-" if diff is None else f"{diff:.1e}"),
+        ("clipped share", show(report["mean_clip_share"])),
+        ("median step (s)", show(report["median_step_s"])),
+        *((f"  {name}", show(value)) for name, value in report["median_phase_s"].items()),
+        ("whole run (s)", show(report["wall_s"], 0)),
+    ]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value:>10}" for name, value in lines)
+
+
+def plot(runs: list[tuple[str, list[dict]]], path: Path) -> None:
+    """Plot reward, response length and clip share of all runs, and the step times of the first."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, ((reward, length), (clipped, times)) = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
+    for name, rows in runs:
+        (line,) = reward.plot(*rewards(rows), label=f"{name}, training", linewidth=1.2)
+        steps, values = validation(rows)
+        reward.plot(steps, values, "o--", color=line.get_color(), label=f"{name}, held out", markersize=5)
+        length.plot(*series(rows, LENGTH), label=name, linewidth=1.2)
+        clipped.plot(*series(rows, CLIPPED), label=name, linewidth=1.2)
+    reward.set(title="reward", ylim=(-0.02, 1.02))
+    length.set(title="response length (tokens)")
+    clipped.set(title="clipped share (GSPO: of sequences, GRPO: of tokens)")
+    first = [row for row in runs[0][1] if REWARD in row][1:]
+    present = {
+        name: [row.get(f"timing_s/{key}", 0.0) for row in first]
+        for key, name in PHASES.items()
+        if any(f"timing_s/{key}" in row for row in first)
+    }
+    if first:
+        times.stackplot([row["step"] for row in first], *present.values(), labels=present)
+        typical = statistics.median(row["timing_s/step"] for row in first)
+        times.set(title=f"step time (s), median {typical:.2f}", ylim=(0, 3 * typical))
+        times.legend(fontsize="small")
+    for axes in (reward, length, clipped, times):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    for axes in (reward, length, clipped):
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Table, report.json and report.png of a run.")
+    parser.add_argument("run", type=Path, help="directory with metrics.jsonl")
+    parser.add_argument(
+        "--compare", type=Path, nargs="*", default=[], metavar="RUN", help="draw these runs as well"
+    )
+    parser.add_argument("--wall", type=float, metavar="S", help="how long the whole run took")
+    parser.add_argument(
+        "--min-reward", type=float, default=0, metavar="R", help="fail below this final or held-out reward"
+    )
+    parser.add_argument(
+        "--max-probs-diff", type=float, metavar="D", help="fail if rollout and trainer differed by more"
+    )
+    args = parser.parse_args()
+    rows = read_metrics(args.run / "metrics.jsonl")
+    report = summarise(rows, args.wall)
+    (args.run / "report.json").write_text(as_json(report))
+    others = [(run.resolve().name, read_metrics(run / "metrics.jsonl")) for run in args.compare]
+    plot([(args.run.resolve().name, rows), *others], args.run / "report.png")
+    print(table(report))
+    print(f"\n{args.run / 'report.png'}\n{args.run / 'report.json'}")
+    if problems := shortfalls(report, args.min_reward, args.max_probs_diff):
+        sys.exit("\n".join(f"FAILED: {problem}" for problem in problems))

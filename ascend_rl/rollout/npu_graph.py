@@ -1,0 +1,74 @@
+"""What decode graphs need on Ascend: aligned sequence ends, and static kernels for their sizes.
+
+Problem: a graph is captured for a number of tokens and replayed for fewer. The fused attention operator
+(layout TND) wants the end of the last sequence to be the number of query tokens, padding included. Static
+kernels, compiled for one number of tokens each, take minutes each, so they pay for the sizes of graphs only;
+in a process group without LOCAL_WORLD_SIZE torchair silently leaves them out.
+Idea: padding becomes one more sequence, without keys; the sizes and the ranks of a node are taken from vLLM's
+configuration. Invariants: what is aligned already is returned as it is; real sequences keep their ends and
+lengths. Cost: O(1) if aligned, else O(sequences).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+
+def align_ends(ends: list[int], lengths: list[int], tokens: int) -> tuple[list[int], list[int]]:
+    """Ends of the query sequences and lengths of their keys, for a graph of `tokens` query tokens.
+
+    Args:
+        ends: [sequences], ascending: where the query tokens of each sequence end (actual_seq_lengths).
+        lengths: [sequences], tokens in the KV cache (actual_seq_lengths_kv).
+        tokens: query tokens of the graph, padding included.
+
+    Raises:
+        ValueError: the sequences have more tokens than the graph.
+
+    >>> align_ends([4, 5], [40, 7], 8)
+    ([4, 5, 8], [40, 7, 0])
+    """
+    if ends[-1] == tokens:
+        return ends, lengths
+    if ends[-1] > tokens:
+        raise ValueError(f"{ends[-1]} query tokens do not fit into the graph of {tokens} that is replayed")
+    return [*ends, tokens], [*lengths, 0]
+
+
+def static_sizes(capture_sizes: Iterable[int], max_num_seqs: int, drafts: int) -> list[int]:
+    """Tokens of the decode graphs, ascending, by vLLM's rule for FULL_DECODE_ONLY.
+
+    Applied here too because vLLM applies it only after it has compiled the model: sizes become multiples of
+    the tokens of a sequence, none above the largest given, and a batch has at most max_num_seqs sequences.
+
+    >>> static_sizes([1, 4, 10, 14, 64], max_num_seqs=8, drafts=3)
+    [4, 12, 16]
+    """
+    each, top = 1 + drafts, max(capture_sizes, default=0)
+    sizes = {-(-size // each) * each for size in capture_sizes}
+    kept = {size for size in sizes if size <= top} or {each}
+    return sorted(size for size in kept if size <= min(top, max_num_seqs * each))
+
+
+def static_kernels(aclgraph: Any, vllm_config: Any, environ: MutableMapping[str, str] | None = None) -> None:
+    """Let torchair compile kernels for the sizes of decode graphs, if additional_config.enable_static_kernel.
+
+    Args:
+        aclgraph: experimental_config.aclgraph of torchair's CompilerConfig, changed.
+        vllm_config: vLLM's VllmConfig.
+        environ: default os.environ; gets LOCAL_WORLD_SIZE, the ranks of this node, unless it is set.
+    """
+    if not vllm_config.additional_config.get("enable_static_kernel", False):
+        return
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    aclgraph._aclnn_static_shape_kernel = True
+    # Without sizes, each new number of prompt tokens is compiled for minutes in the middle of serving.
+    aclgraph._aclnn_static_shape_kernel_sym_value_range = static_sizes(
+        vllm_config.compilation_config.cudagraph_capture_sizes,
+        vllm_config.scheduler_config.max_num_seqs,
+        speculative.num_speculative_tokens if speculative else 0,
+    )
+    environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
+    environ.setdefault("LOCAL_WORLD_SIZE", str(parallel.local_world_size * parallel.data_parallel_size_local))

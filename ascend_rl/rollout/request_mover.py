@@ -1,0 +1,503 @@
+"""Moves unfinished requests between live rollout servers, as the planner of rollout_rebalance says.
+
+A server of which one AsyncLLM deals to several DP engines (large EP) appears as several servers, one for each
+engine: ``address#0``, ``address#1``, ... Whatever follows is the same for both.
+
+A rollout ends with its longest responses: some servers still decode many, others none. Every
+``check_interval_s`` the mover asks each server which requests it holds, calls the planner and tells the
+sources which requests to give up, and where they go. A move is an abort that keeps tokens and log-probs; the
+caller of the request then continues prompt + tokens on the target, which computes the KV cache anew.
+
+- The target travels with the abort. An abort without a target (a pause, a timeout) stays one.
+- Every token keeps the log-prob of the server that sampled it, and no request is lost or done twice: only its
+  caller continues it. Without an answer from server, mover or planner, requests stay where they are.
+- A request moves only if all that its sampling depends on is its token ids so far (``STATELESS``).
+- The requests of a server that died start over elsewhere, from the tokens of their last move.
+
+One check costs one small message per server, for all its engines, and O(n log n) for n requests. Nothing here
+imports verl, vLLM or Ray: servers and balancer are actor handles; they gain the two mixins below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from ascend_rl.rollout.rollout_rebalance import Request, Server, plan
+from ascend_rl.settings.switch import refuse
+
+logger = logging.getLogger(__name__)
+
+# Request ids of the servers are MOVABLE + name + "/" + number of moves, or name alone.
+MOVABLE = "movable/"
+# Sampling parameters that a request cut in two can keep, or that `remaining` adapts. Others look at the
+# whole response (penalties of its tokens, stop strings, grammars), which the target takes for the prompt.
+STATELESS = {
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens", "max_new_tokens",
+    "min_tokens", "logprobs", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "detokenize",
+    "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids", "logit_bias",
+}  # fmt: skip
+# A moved request that is nowhere after this many checks has ended; it no longer holds up plans.
+ARRIVAL_CHECKS = 10
+
+
+@dataclass(frozen=True)
+class RolloutRebalanceConfig:
+    """``actor_rollout_ref.rollout.rollout_rebalance``.
+
+    Attributes:
+        enable: the switch; by default the environment variable ROLLOUT_REBALANCE_ENABLE.
+        check_interval_s: pause between two checks.
+        answer_timeout_s: a server that takes longer to answer sits out this check.
+        gears: requests per server that decode fast; by default its graph sizes, else powers of two.
+    """
+
+    enable: bool = False
+    check_interval_s: float = 2.0
+    answer_timeout_s: float = 5.0
+    gears: Sequence[int] | None = None
+
+    def __post_init__(self):
+        rules = [
+            (self.enable not in (0, 1), "enable", "give True or False (or 1 or 0)"),
+            (self.check_interval_s <= 0, "check_interval_s", "give seconds > 0"),
+            (self.answer_timeout_s <= 0, "answer_timeout_s", "give seconds > 0"),
+            (self.gears is not None and (not self.gears or min(self.gears) < 1), "gears",
+             "give batch sizes >= 1, or null"),
+        ]  # fmt: skip
+        refuse("rollout_rebalance", (f"{key}={getattr(self, key)}: {fix}" for bad, key, fix in rules if bad))
+
+
+def settings(rollout_config) -> RolloutRebalanceConfig | None:
+    """The settings in verl's rollout configuration, or None where the feature is off.
+
+    Raises:
+        CannotWork: for another rollout than vLLM's, whose servers cannot say what they hold.
+    """
+    given = rollout_config.get("rollout_rebalance") or {}
+    if not given.get("enable"):
+        return None
+    if rollout_config.name != "vllm":
+        reason = f"it moves requests between vLLM servers, not {rollout_config.name}"
+        fix = "set actor_rollout_ref.rollout.name=vllm or rollout_rebalance.enable=False"
+        refuse("rollout_rebalance.enable=True", [f"{reason}: {fix}"])
+    return RolloutRebalanceConfig(**{key: value for key, value in given.items() if key != "_target_"})
+
+
+# In the servers and in the load balancer.
+
+
+class MovableRequests:
+    """Added to verl's vLLM server; reads ``self.engine``, an AsyncLLM."""
+
+    async def dp_engines(self) -> int:
+        """Engines to which this server deals its requests, those on other nodes included."""
+        return self.engine.vllm_config.parallel_config.data_parallel_size
+
+    async def rollout_state(self) -> list[dict[str, Any]]:
+        """Of each engine: its unfinished requests, oldest first, and what fits.
+
+        Returns:
+            [engines] ``{requests, kv_capacity_tokens, max_num_seqs, gears}``.
+
+        Raises:
+            RuntimeError: if an engine is dead.
+        """
+        if self.engine.errored:
+            raise RuntimeError("an engine of this server is dead")
+        config, engines = self.engine.vllm_config, await self.dp_engines()
+        blocks = config.cache_config.num_gpu_blocks // engines  # vLLM sums up those of all engines
+        states = [
+            {
+                "requests": [],
+                "kv_capacity_tokens": blocks * config.cache_config.block_size,
+                "max_num_seqs": config.scheduler_config.max_num_seqs,
+                "gears": tuple(config.compilation_config.cudagraph_capture_sizes or ()),
+            }
+            for _ in range(engines)
+        ]
+        client = self.engine.engine_core
+        index = {identity: k for k, identity in enumerate(client.core_engines)}
+        for name, state in self.engine.output_processor.request_states.items():
+            engine = index.get(client.reqs_in_flight.get(name)) if engines > 1 else 0
+            if engine is not None:  # else it has just ended, and its last output is on the way
+                states[engine]["requests"].append(
+                    Request(
+                        id=name,
+                        tokens=state.prompt_len + len(state.detokenizer.output_token_ids),
+                        waiting=state.is_prefilling,  # no token yet: queued or in a prefill, cheap to redo
+                    )
+                )
+        return states
+
+    async def give_up_requests(self, targets: Mapping[str, str]) -> list[str]:
+        """Abort requests that are still here and may move; `take_target` gives each caller its target.
+
+        Args:
+            targets: server by request id.
+
+        Returns:
+            the ids of those aborted.
+        """
+        here = [
+            name for name in targets
+            if name.startswith(MOVABLE) and name in self.engine.output_processor.request_states
+        ]  # fmt: skip
+        self._move_targets().update({name: targets[name] for name in here})
+        await self.engine.abort(here)
+        return here
+
+    async def take_target(self, request_id: str) -> str | None:
+        """Where an aborted request goes, or None if it was not aborted for a move."""
+        return self._move_targets().pop(request_id, None)
+
+    def _move_targets(self) -> dict[str, str]:
+        return self.__dict__.setdefault("_targets_of_moves", {})
+
+
+class MovableRouting:
+    """Added to verl's GlobalRequestLoadBalancer: requests that change servers, and servers that die."""
+
+    def move_request(self, request_id: str, target: str | None) -> str:
+        """Count a request, and its later turns, at ``target``; if that is gone, at the least loaded."""
+        self._request_id_to_server.pop(request_id, None)
+        if target in self._inflight_requests:
+            self._request_id_to_server[request_id] = target
+        return self.acquire_server(request_id)
+
+    def drop_server(self, server_id: str) -> int:
+        """Send no more requests to a dead server, whichever of its engines; returns how many are left."""
+        left = [id for id in self._inflight_requests if address_of(id) != address_of(server_id)]
+        if left:
+            self._inflight_requests = {id: self._inflight_requests[id] for id in left}
+            for request_id, server in list(self._request_id_to_server.items()):
+                if server not in self._inflight_requests:
+                    del self._request_id_to_server[request_id]
+        return len(left)
+
+
+# In the manager: DP engines as servers.
+
+
+class Engine:
+    """One of the DP engines behind a server, in place of the server's handle."""
+
+    def __init__(self, server: Any, index: int):
+        self.server, self.index = server, index
+
+    def __reduce__(self):
+        return Engine, (self.server, self.index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.server, name)
+
+    @property
+    def generate(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=functools.partial(self.server.generate.remote, engine=self.index))
+
+
+def server_of(handle: Any) -> Any:
+    """The server's handle behind that of a server or of one of its engines."""
+    return handle.server if isinstance(handle, Engine) else handle
+
+
+def address_of(id: str) -> str:
+    """The server behind the id of a server or of one of its engines.
+
+    >>> address_of("10.0.0.1:80#3"), address_of("10.0.0.1:80")
+    ('10.0.0.1:80', '10.0.0.1:80')
+    """
+    return id.partition("#")[0]
+
+
+def engine_ids(address: str, engines: int) -> list[str]:
+    return [f"{address}#{k}" for k in range(engines)] if engines > 1 else [address]
+
+
+def calls_at_once(rollout_config: Any, calls: int) -> int:
+    """How many calls Ray runs at a time in a server: with moves any number, else ``calls``, as verl has it.
+
+    verl's number is that of one engine. Requests beyond it wait in Ray: no engine has them, and the mover's
+    questions wait behind them.
+    """
+    rebalance = rollout_config.rollout_rebalance
+    return max(calls, 1 << 20) if rebalance and rebalance.enable else calls
+
+
+async def split_servers(manager: Any) -> None:
+    """Where requests move or are placed, let an AgentLoopManager see each DP engine as a server."""
+    config = manager.rollout_config
+    if config.name != "vllm" or not (settings(config) or config.get("data_rebalance")):
+        return
+    servers = list(zip(manager.server_addresses, manager.server_handles, strict=True))
+    counts = await asyncio.gather(*[server.dp_engines.remote() for _, server in servers])
+    engines = [
+        (id, server if count == 1 else Engine(server, k))
+        for (address, server), count in zip(servers, counts, strict=True)
+        for k, id in enumerate(engine_ids(address, count))
+    ]
+    manager.server_addresses, manager.server_handles = (list(part) for part in zip(*engines, strict=True))
+
+
+# At the caller: one request, however often it moves.
+
+
+async def generate(
+    manager,
+    request_id: str,
+    prompt_ids: list[int],
+    sampling_params: dict,
+    actor_died: type[BaseException],
+    **media,
+) -> Any:
+    """`AsyncLLMServerManager.generate` for requests that move; same arguments, same result.
+
+    Args:
+        manager: the AsyncLLMServerManager.
+        request_id: of the conversation; its turns go to one server as long as none of them moves.
+        prompt_ids: [P] token ids.
+        sampling_params: of verl's server.
+        actor_died: what a call of a server raises whose process is gone: ray.exceptions.RayActorError.
+        media: image_data and video_data, or None.
+    """
+    movable = can_move(sampling_params) and not any(media.values())
+    if movable:
+        sampling_params = dict(sampling_params)
+        budget = response_budget(manager.config, len(prompt_ids))
+        sampling_params.setdefault("max_tokens", sampling_params.pop("max_new_tokens", budget))
+    name, output = uuid4().hex, None
+    server_id, server = await manager._acquire_server(request_id)
+    for moves in itertools.count():
+        hop = f"{MOVABLE}{name}/{moves}" if movable else name
+        done = output.token_ids if output else []
+        target = None
+        try:
+            part = await server.generate.remote(
+                request_id=hop,
+                prompt_ids=[*prompt_ids, *done],
+                sampling_params=remaining(sampling_params, len(done)) if movable else sampling_params,
+                **media,
+            )
+            output = joined(output, part)
+            if movable and part.stop_reason == "aborted":
+                target = await server.take_target.remote(hop)
+            if target is None:
+                manager._release_server(server_id)
+                return output
+            manager._release_server(server_id)
+        except BaseException as error:
+            gone = has_died(error, actor_died)
+            if not gone or not await manager._load_balancer.drop_server.remote(server_id):
+                manager._release_server(server_id)
+                raise
+            logger.warning("rollout server %s died; request %s starts over elsewhere", server_id, name)
+        server_id = await manager._load_balancer.move_request.remote(request_id, target)
+        server = manager._server_id_to_handle[server_id]
+
+
+def can_move(sampling_params: Mapping[str, Any]) -> bool:
+    """Whether a request may be cut in two: what it sets beyond ``STATELESS`` is empty or zero."""
+    return not any(value for key, value in sampling_params.items() if key not in STATELESS)
+
+
+def response_budget(config, prompt_tokens: int) -> int:
+    """What verl's server takes for max_tokens where the request names none, from the original prompt."""
+    rollout = config.actor_rollout_ref.rollout if config.get("actor_rollout_ref") else config.rollout
+    return min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt_tokens)
+
+
+def remaining(sampling_params: Mapping[str, Any], done: int) -> dict[str, Any]:
+    """The sampling parameters of a request that has ``done`` tokens already.
+
+    A seed must change: with the same one, the random numbers that chose the first tokens would choose the
+    next ones too. The new one follows from the old one and ``done``; what a dying server loses is sampled
+    again as it was.
+
+    >>> remaining({"max_tokens": 10, "min_tokens": 2, "temperature": 0.9}, 3)
+    {'max_tokens': 7, 'min_tokens': 0, 'temperature': 0.9}
+    """
+    params = dict(sampling_params)
+    params["max_tokens"] -= done
+    if params.get("min_tokens"):
+        params["min_tokens"] = max(0, params["min_tokens"] - done)
+    if done and params.get("seed") is not None:
+        digest = hashlib.sha256(f"{params['seed']}/{done}".encode()).digest()
+        params["seed"] = int.from_bytes(digest[:7], "big")
+    return params
+
+
+def joined(earlier, part):
+    """The outputs of a request before and after a move as one.
+
+    ``routed_experts`` [T, layers, k] covers prompt and response; the rows of tokens that the source computed
+    are the source's.
+    """
+    if earlier is None:
+        return part
+    changes = {"token_ids": list(earlier.token_ids) + list(part.token_ids)}
+    if part.log_probs is not None:
+        changes["log_probs"] = list(earlier.log_probs) + list(part.log_probs)
+    if earlier.num_preempted is not None and part.num_preempted is not None:
+        changes["num_preempted"] = earlier.num_preempted + part.num_preempted
+    if earlier.routed_experts is not None and part.routed_experts is not None:
+        new = part.routed_experts[len(earlier.routed_experts) :]
+        changes["routed_experts"] = np.concatenate([earlier.routed_experts, new])
+    return part.model_copy(update=changes)
+
+
+def has_died(error: BaseException, actor_died: type[BaseException]) -> bool:
+    """Whether an error of a remote call says that the server's Ray actor or its engine is gone.
+
+    vLLM's error goes by its name: callers of other engines have no vLLM to import it from.
+    """
+    causes = (error, getattr(error, "cause", None))
+    names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
+    return any(isinstance(cause, actor_died) for cause in causes) or "EngineDeadError" in names
+
+
+# In the driver: which requests move.
+
+
+class RequestMover:
+    """Runs beside a rollout and moves its requests.
+
+    Args:
+        servers: handle by id, the ids being the balancer's, of servers or of engines.
+        config: see `RolloutRebalanceConfig`.
+        planner: (servers, gears) -> moves.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, Any],
+        config: RolloutRebalanceConfig,
+        planner: Callable[[Sequence[Server], Sequence[int]], Iterable] = plan,
+    ):
+        # A server is asked once for all of its engines.
+        self.servers = {address_of(id): server_of(handle) for id, handle in servers.items()}
+        self.config, self.planner = config, planner
+
+    async def __aenter__(self) -> RequestMover:
+        self.counts: Counter = Counter(
+            moves_waiting=0, moves_running=0, replayed_tokens=0, checks=0, unanswered=0, failed=0
+        )
+        self.idle_s = self.server_s = 0.0
+        self.gear_s: Counter = Counter()
+        self.expected: dict[str, int] = {}  # request -> checks left until it counts as ended
+        self.checked_at = time.monotonic()
+        self.task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self.config.check_interval_s)
+                await self.check()
+        except Exception:
+            self.counts["failed"] = 1
+            logger.exception("rollout_rebalance stopped; this rollout goes on without moves")
+
+    async def check(self) -> None:
+        """Ask the servers, plan, move."""
+        states = await self._ask({id: (server.rollout_state,) for id, server in self.servers.items()})
+        engines = {
+            id: state for address, found in states.items()
+            for id, state in zip(engine_ids(address, len(found)), found, strict=True)
+        }  # fmt: skip
+        servers = [
+            Server(id, tuple(state["requests"]), state["kv_capacity_tokens"], state["max_num_seqs"])
+            for id, state in engines.items()
+        ]
+        most = max((server.max_num_seqs for server in servers), default=1)
+        captured = [gear for state in engines.values() for gear in state["gears"]]
+        gears = self.config.gears or captured or [2**i for i in range((most - 1).bit_length() + 1)]
+        self._count(servers, gears)
+        # A request on its way is nobody's yet: planning without it would fill its place twice.
+        held = {_stem(request.id) for server in servers for request in server.requests}
+        self.expected = {id: left - 1 for id, left in self.expected.items() if id not in held and left > 1}
+        if self.expected or len(servers) < 2:
+            return
+        by_source: dict[str, dict[str, str]] = {}
+        for move in self.planner(servers, gears):
+            by_source.setdefault(address_of(move.source), {})[move.request] = move.target
+        gone = await self._ask(
+            {
+                source: (self.servers[source].give_up_requests, targets)
+                for source, targets in by_source.items()
+            }
+        )
+        requests = {request.id: request for server in servers for request in server.requests}
+        for request in (requests[id] for ids in gone.values() for id in ids):
+            self.expected[_stem(request.id)] = ARRIVAL_CHECKS
+            self.counts["moves_waiting" if request.waiting else "moves_running"] += 1
+            self.counts["replayed_tokens"] += 0 if request.waiting else request.tokens
+
+    async def _ask(self, calls: Mapping[str, tuple]) -> dict[str, Any]:
+        """Results of remote calls ``{server: (method, *arguments)}``, less those that fail or hang."""
+
+        async def ask(method, *arguments):
+            return await asyncio.wait_for(method.remote(*arguments), self.config.answer_timeout_s)
+
+        answers = await asyncio.gather(*(ask(*call) for call in calls.values()), return_exceptions=True)
+        answered = {id: a for id, a in zip(calls, answers, strict=True) if not isinstance(a, BaseException)}
+        self.counts["unanswered"] += len(calls) - len(answered)
+        return answered
+
+    def _count(self, servers: Sequence[Server], gears: Sequence[int]) -> None:
+        now = time.monotonic()
+        passed, self.checked_at = now - self.checked_at, now
+        self.counts["checks"] += 1
+        running = [sum(not request.waiting for request in server.requests) for server in servers]
+        self.idle_s += passed * sum(not server.requests for server in servers)
+        self.server_s += passed * len(servers)
+        most = max(running, default=0)
+        self.gear_s[min((gear for gear in gears if gear >= most), default=max(gears))] += passed
+
+    def metrics(self) -> dict[str, float]:
+        """Counts, the share of server time without a request, and the share of time in each gear."""
+        found = {f"rollout_rebalance/{name}": float(count) for name, count in self.counts.items()}
+        found["rollout_rebalance/moves"] = float(self.counts["moves_waiting"] + self.counts["moves_running"])
+        if self.server_s:
+            found["rollout_rebalance/idle_share"] = self.idle_s / self.server_s
+            total = sum(self.gear_s.values())
+            for gear, seconds in sorted(self.gear_s.items()):
+                found[f"rollout_rebalance/gear_share/{gear}"] = seconds / total
+        return found
+
+
+def _stem(request_id: str) -> str:
+    """The request behind the id of one of its stays."""
+    return request_id.rpartition("/")[0] or request_id
+
+
+async def gather(manager, *rollouts) -> list:
+    """`asyncio.gather` in `AgentLoopManager.generate_sequences`, with a mover beside it; see `metrics`."""
+    config = settings(manager.rollout_config)
+    if config is None:
+        return await asyncio.gather(*rollouts)
+    servers = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+    async with RequestMover(servers, config) as mover:
+        outputs = await asyncio.gather(*rollouts)
+    manager.moved = mover.metrics()
+    return outputs
+
+
+def metrics(manager) -> dict[str, float]:
+    """What the mover of the last rollout did; empty if there was none."""
+    return dict(getattr(manager, "moved", {}))

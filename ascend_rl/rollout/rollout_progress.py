@@ -1,0 +1,145 @@
+"""A live progress line for the rollout: requests done, running and waiting, tokens/s, the longest response.
+
+A rollout takes most of a step and prints nothing until it is over. Three processes each have a part:
+
+    vLLM's servers   count what they generate (`Requests`), nothing else;
+    the trainer      (Ray's TaskRunner, an actor) asks all servers once a second and draws (`shown`);
+    the driver       (`python -m verl.trainer.main_ppo`) has the terminal, and decides (`decide`).
+
+The stderr of an actor is a file, so neither a plain tqdm nor isatty() works there. The trainer draws with
+ray.experimental.tqdm_ray: what it writes travels with Ray's log lines, and the driver renders it with tqdm.
+
+Invariants (tests/test_rollout_progress.py): counts are exact at the end, also with aborted requests; drawing
+never ends or delays a rollout by more than one question; switched off nothing is counted or asked.
+Cost: O(1) a token batch and request; one small Ray call a server and second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from ascend_rl.rollout.request_mover import server_of
+
+PERIOD_S = 1.0
+TERMINAL = (
+    "ASCEND_RL_TERMINAL"  # set by ascend_rl.launch.supervise, which passes the driver's output on to one
+)
+
+
+def decide(rollout: Any) -> None:
+    """In the driver: resolve `use_tqdm=null` of verl's rollout settings: on if it has a terminal."""
+    if rollout.get("use_tqdm", False) is None:
+        rollout.use_tqdm = sys.stderr.isatty() or os.environ.get(TERMINAL) == "1"
+
+
+class Requests:
+    """What one server has done since the last reset, in requests and tokens."""
+
+    def __init__(self):
+        self._live: dict[object, int] = {}  # tokens so far
+        self.reset()
+
+    def reset(self) -> None:
+        self.done = self.tokens = self.longest = 0
+
+    async def watch(self, outputs: AsyncIterator) -> AsyncIterator:
+        """Pass on a request's cumulative outputs (vLLM's RequestOutput), counting them."""
+        key = object()
+        self._live[key] = 0
+        try:
+            async for output in outputs:
+                tokens = len(output.outputs[0].token_ids)
+                self.tokens += tokens - self._live[key]
+                self.longest = max(self.longest, tokens)
+                self._live[key] = tokens
+                self.done += output.finished and output.outputs[0].finish_reason != "abort"
+                yield output
+        finally:
+            del self._live[key]
+
+    def counts(self) -> dict[str, int]:
+        """`waiting` are requests without a token: queued or in their prefill."""
+        waiting = sum(not tokens for tokens in self._live.values())
+        return {
+            "done": self.done,
+            "running": len(self._live) - waiting,
+            "waiting": waiting,
+            "tokens": self.tokens,
+            "longest": self.longest,
+        }
+
+
+def total(counts: Sequence[dict[str, int]]) -> dict[str, int]:
+    """The counts of all servers together."""
+    summed = {key: sum(count[key] for count in counts) for key in counts[0]}
+    return summed | {"longest": max(count["longest"] for count in counts)}
+
+
+def describe(title: str, counts: dict[str, int], tokens_per_s: float) -> str:
+    """The text before the bar.
+
+    >>> counts = {"done": 3, "running": 2, "waiting": 1, "tokens": 99, "longest": 40}
+    >>> describe("rollout 7", counts, 512.3)
+    'rollout 7: 512 tokens/s, 2 running, 1 waiting, longest 40'
+    """
+    running, waiting, longest = (counts[key] for key in ("running", "waiting", "longest"))
+    return f"{title}: {tokens_per_s:.0f} tokens/s, {running} running, {waiting} waiting, longest {longest}"
+
+
+async def _draw(ask: Callable[[], Awaitable], requests: int, title: str, over: asyncio.Event) -> None:
+    from ray.experimental import tqdm_ray
+
+    began = before_s = time.monotonic()
+    before = 0
+    bar = tqdm_ray.tqdm(desc=title, total=requests, unit="requests", flush_interval_s=0)
+    try:
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(over.wait(), PERIOD_S)
+            counts, now = total(await ask()), time.monotonic()
+            if over.is_set():  # at the end the mean of the whole rollout
+                before, before_s = 0, began
+            # A conversation of several turns has more requests than the batch has prompts.
+            bar.total = max(requests, counts["done"] + counts["running"] + counts["waiting"])
+            bar.n = counts["done"]
+            bar.set_description(describe(title, counts, (counts["tokens"] - before) / (now - before_s)))
+            before, before_s = counts["tokens"], now
+            if over.is_set():
+                return
+    finally:
+        bar.close()
+
+
+def shown(generate: Callable) -> Callable:
+    """Decorate AgentLoopManager.generate_sequences: draw while it runs, if use_tqdm says so."""
+
+    @functools.wraps(generate)
+    async def wrapper(manager: Any, prompts: Any) -> Any:
+        if not (manager.rollout_config.get("use_tqdm") and manager.rollout_config.name == "vllm"):
+            return await generate(manager, prompts)
+
+        servers = set(map(server_of, manager.server_handles))  # a server counts for all of its engines
+
+        def ask(reset: bool = False) -> Awaitable:
+            return asyncio.gather(*[server.rollout_progress.remote(reset) for server in servers])
+
+        await ask(reset=True)
+        step = prompts.meta_info.get("global_steps", "")
+        title = f"validation {step}" if prompts.meta_info.get("validate") else f"rollout {step}"
+        over = asyncio.Event()
+        drawing = asyncio.create_task(_draw(ask, len(prompts), title, over))
+        try:
+            return await generate(manager, prompts)
+        finally:
+            over.set()
+            with contextlib.suppress(Exception):  # a dead server is the rollout's error to report
+                await drawing
+
+    return wrapper

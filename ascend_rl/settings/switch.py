@@ -1,0 +1,55 @@
+"""One way to read a switch from the environment, and one way to refuse settings that cannot work.
+
+Invariants: a switch is on for 1 and true, off for 0, false, nothing and absence, and an error for anything
+else; a refusal names every reason at once, each with what to change.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+ON, OFF = ("1", "true"), ("", "0", "false")
+
+
+class CannotWork(ValueError):
+    """Settings or input that cannot work; says every reason and what to change."""
+
+
+def switched_on(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the variable ``name`` switches its feature on.
+
+    Args:
+        environ: in place of os.environ, which is looked up at each call (datasets.map replaces it).
+
+    Raises:
+        CannotWork: the value is none of 1, true, 0, false.
+
+    >>> switched_on("USE_HDP", {"USE_HDP": "1"}), switched_on("USE_HDP", {})
+    (True, False)
+    """
+    text = (os.environ if environ is None else environ).get(name, "").strip().lower()
+    if text not in ON + OFF:
+        raise CannotWork(f"{name}={text}: give 1 or 0")
+    return text in ON
+
+
+def refuse(what: str, reasons: Iterable[str]) -> None:
+    """Raise if there is a reason.
+
+    Args:
+        what: the switch or setting that cannot work, as the user gave it, such as ``USE_HDP=1``.
+        reasons: what stands against it, each with what to change.
+
+    Raises:
+        CannotWork: with all reasons, one a line.
+
+    >>> refuse("USE_HDP=1", [])
+    >>> refuse("USE_HDP=1", ["CP is 1: set it to 2 or more"])
+    Traceback (most recent call last):
+        ...
+    ascend_rl.settings.switch.CannotWork: USE_HDP=1 cannot work here:
+      CP is 1: set it to 2 or more
+    """
+    if lines := "".join(f"\n  {reason}" for reason in reasons):
+        raise CannotWork(f"{what} cannot work here:{lines}")

@@ -1,0 +1,134 @@
+"""A directory of safetensors files: reading rows in place, and the headers of new files.
+
+A file is 8 bytes (the length of the header), the header (JSON: for each tensor dtype, shape and byte range),
+and the values. The library of that name maps whole files; here byte ranges are read into given memory.
+
+Invariants (tests/test_converter.py): damaged files, indexes that do not fit their files, and tensors that do
+not fit the model are errors before anything is read. Cost: the headers, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ascend_rl.settings.switch import CannotWork
+from ascend_rl.weights.files import read_exactly
+from ascend_rl.weights.torch_dist import ITEMSIZE
+
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file; ``start`` is the absolute offset of its values."""
+
+    file: str
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * ITEMSIZE[self.dtype]
+
+
+class Safetensors:
+    """The safetensors of a directory, opened for reading byte ranges; every header is checked on opening."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.tensors: dict[str, Stored] = {}
+        self.fingerprint = hashlib.sha256()
+        self._fds: dict[str, int] = {}
+        index = directory / "model.safetensors.index.json"
+        try:
+            indexed = json.loads(index.read_text())["weight_map"] if index.exists() else None
+        except (ValueError, KeyError) as error:
+            raise CannotWork(f"{index} is damaged ({error}); download it again") from error
+        found = indexed.values() if indexed else (path.name for path in directory.glob("*.safetensors"))
+        for file in sorted(set(found)):
+            self._read_header(file)
+        if not self._fds:
+            raise CannotWork(f"{directory} has no *.safetensors file; weights in other formats are not read")
+        for name, file in (indexed or {}).items():
+            if name not in self.tensors or self.tensors[name].file != file:
+                raise CannotWork(
+                    f"{index.name} promises {name} in {file}, which does not have it; download both again"
+                )
+
+    def _read_header(self, file: str) -> None:
+        path = self.directory / file
+        try:
+            fd = self._fds[file] = os.open(path, os.O_RDONLY)
+            status = os.fstat(fd)
+            length = int.from_bytes(os.pread(fd, 8, 0), "little")
+            raw = os.pread(fd, min(length, status.st_size), 8)
+            entries = json.loads(raw)
+        except OSError as error:
+            raise CannotWork(f"{path}: {error.strerror}; the index names it, download it again") from error
+        except ValueError as error:
+            raise CannotWork(f"{path} is not a safetensors file ({error}); download it again") from error
+        self.fingerprint.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode() + raw)
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            if name in self.tensors:
+                raise CannotWork(
+                    f"{name} is in {self.tensors[name].file} and in {file}; remove the stale file"
+                )
+            self.tensors[name] = self._stored(file, name, entry, 8 + length, status.st_size)
+
+    def _stored(self, file: str, name: str, entry: dict, values: int, file_bytes: int) -> Stored:
+        """A header's ``entry``; ``values`` is the offset at which the values of the file begin."""
+        where = f"{self.directory / file}: {name}"
+        if entry["dtype"] not in DTYPES:
+            raise CannotWork(f"{where} has dtype {entry['dtype']}; {', '.join(DTYPES)} are supported")
+        begin, end = entry["data_offsets"]
+        stored = Stored(file, values + begin, DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        if end - begin != math.prod(stored.shape) * ITEMSIZE[stored.dtype]:
+            raise CannotWork(f"{where} {stored.shape} has {end - begin} bytes; the file is damaged")
+        if values + end > file_bytes:
+            raise CannotWork(f"{where} ends beyond the file, which is cut off; download it again")
+        return stored
+
+    def rows(self, name: str, row: int, rows: int, buffer: np.ndarray | None = None) -> np.ndarray:
+        """[rows, row_bytes] uint8."""
+        stored = self.tensors[name]
+        size = rows * stored.row_bytes
+        out = (np.empty(size, np.uint8) if buffer is None else buffer[:size]).reshape(rows, stored.row_bytes)
+        where = f"{self.directory / stored.file}: {name}"
+        read_exactly(
+            self._fds[stored.file], memoryview(out).cast("B"), stored.start + row * stored.row_bytes, where
+        )
+        return out
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+
+def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, list[tuple[int, int]]]:
+    """What a file with these tensors, name -> (dtype, shape), begins with; offset and length of each one's
+    values, one behind the other.
+    """
+    entries: dict = {"__metadata__": {"format": "pt"}}
+    places, position = [], 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * ITEMSIZE[dtype]
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape)}
+        entries[name]["data_offsets"] = [position, position + size]
+        places.append((position, size))
+        position += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, [(len(head) + start, size) for start, size in places]

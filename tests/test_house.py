@@ -1,0 +1,74 @@
+"""The plan of ascend_rl: which rooms exist, on which floor, and that imports only go down."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import ascend_rl
+
+HOUSE = Path(ascend_rl.__file__).parent
+FLOORS = {
+    int(number): rooms.split()
+    for number, rooms in re.findall(r"^ +floor (\d) +(.+)$", ascend_rl.__doc__, re.M)
+}
+ROOMS = sorted(path.name for path in HOUSE.iterdir() if (path / "__init__.py").exists())
+FRAMEWORKS = {"verl", "vllm", "vllm_ascend", "megatron", "mindspeed", "roll", "torch_npu", "mbridge"}
+
+
+def imported(path: Path) -> set[str]:
+    """The modules a file imports anywhere in it, also by importlib."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import; this house writes the whole name"
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            found |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
+    return found
+
+
+def rooms_used(room: str) -> dict[str, set[str]]:
+    """The other rooms a room imports from, each with the files that do."""
+    used: dict[str, set[str]] = {}
+    for path in (HOUSE / room).glob("*.py"):
+        for name in imported(path):
+            parts = name.split(".")
+            if parts[0] == "ascend_rl" and len(parts) > 1 and parts[1] != room:
+                used.setdefault(parts[1], set()).add(path.name)
+    return used
+
+
+def test_the_plan_names_every_room_once():
+    assert sorted(room for rooms in FLOORS.values() for room in rooms) == ROOMS
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_go_down(room):
+    floor = {name: number for number, rooms in FLOORS.items() for name in rooms}
+    for other, files in rooms_used(room).items():
+        assert floor[other] < floor[room], f"{room} may not import {other}: {sorted(files)}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_says_what_it_is_for(room):
+    assert ast.get_docstring(ast.parse((HOUSE / room / "__init__.py").read_text()))
+    assert len(list((HOUSE / room).glob("*.py"))) > 1
+
+
+def test_no_framework_is_imported():
+    """start_roll runs ROLL itself, by a name that the recipe gives."""
+    for path in HOUSE.rglob("*.py"):
+        assert not {name.split(".")[0] for name in imported(path)} & FRAMEWORKS, path
+
+
+@pytest.mark.parametrize("path", sorted(HOUSE.glob("*.py")), ids=lambda path: path.stem)
+def test_beside_the_rooms_are_commands_only(path):
+    tree = ast.parse(path.read_text())
+    assert not [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert path.stem == "__init__" or (list(HOUSE.glob(f"*/{path.name}")) and "__main__" in path.read_text())

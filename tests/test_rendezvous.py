@@ -1,0 +1,192 @@
+"""launch/rendezvous.py: a head, and workers in threads, over loopback.
+
+Between hosts, with network faults: tests/test_launcher.py.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from ascend_rl.launch.rendezvous import Head, Link, RendezvousError, Worker
+
+TOKEN = "0123456789abcdef"
+
+
+def node(address: str, rank: str = "", **must_equal) -> dict:
+    return {"name": f"host-{address}", "address": address, "rank": rank, "has": "x", "must_equal": must_equal}
+
+
+class Cluster:
+    """A head for some nodes, and threads in which workers join."""
+
+    def __init__(self, nnodes: int, silence_s: float = 5, rank: str = "", version: int = 4):
+        self.host, self.silence_s = "127.0.0.1" if version == 4 else "::1", silence_s
+        self.head = Head(self.host, 0, TOKEN, node("a", rank, run="x"), nnodes, silence_s)
+        self.port = self.head.listener.getsockname()[1]
+        self.said: list[str] = []
+
+    def worker(self, address: str, rank: str = "", token: str = TOKEN, run: str = "x") -> Worker:
+        return Worker(self.host, self.port, token, node(address, rank, run=run), self.silence_s)
+
+    def join(self, *workers: Worker) -> list[list[str]]:
+        """Let all nodes meet; returns what each was told about the nodes."""
+        told: list[list[str]] = []
+        threads = [
+            threading.Thread(target=lambda w=worker: told.append(w.join(10, self.said.append)))
+            for worker in workers
+        ]
+        for thread in threads:
+            thread.start()
+        told.append(self.head.gather([], 10, self.said.append))
+        for thread in threads:
+            thread.join(10)
+        return told
+
+
+@pytest.fixture
+def cluster():
+    made: list[Cluster] = []
+
+    def make(*args, **kwargs) -> Cluster:
+        made.append(Cluster(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.head.finish(1, "", 0)
+
+
+def wait_for(condition, seconds: float = 300):
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return value
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_all_learn_of_all_and_of_the_end(cluster, version):
+    c = cluster(3, version=version)
+    workers = [c.worker("b"), c.worker("c")]
+    told = c.join(*workers)
+    assert told[0] == told[1] == told[2] and told[0][0] == "a" and set(told[0]) == {"a", "b", "c"}
+    assert c.head.ended() is None and all(w.ended() is None for w in workers)
+    c.head.announce(7, "(why)")
+    for w in workers:
+        assert wait_for(w.ended) == (7, f"the head {c.host} ended with status 7 (why)")
+    assert c.head.ended() is None  # they are still stopping
+    workers[0].finish(7, "")
+    assert c.head.finish(1, "too late to be told", 0.5) == ["c"]
+    assert workers[1].ended()[0] == 7
+
+
+def test_a_workers_end_is_told(cluster):
+    c = cluster(2)
+    w = c.worker("b")
+    c.join(w)
+    w.finish(3, "(its log there: x)")
+    assert wait_for(c.head.ended) == (1, "node host-b (b) ended with status 3 (its log there: x)")
+
+
+def test_a_closed_connection_and_a_silent_one(cluster, monkeypatch):
+    """Beats keep a quiet connection; without them, as of a frozen machine, it is lost after silence_s."""
+    c = cluster(2, silence_s=1)
+    w = c.worker("b")
+    c.join(w)
+    time.sleep(1.6)
+    assert c.head.ended() is None and w.ended() is None
+    monkeypatch.setattr(w.link, "send", lambda **message: None)
+    assert wait_for(c.head.ended) == (1, "node host-b (b) is lost: no sign of life for 1 s")
+    c.head.nodes["b"][1].close()
+    assert wait_for(w.ended) == (1, f"the head {c.host} is lost: the connection was closed")
+
+
+def test_missing_nodes_are_named(cluster):
+    for expected, rank, sentence in (
+        (["a", "b", "d"], "", "missing: d$"),
+        ([], "0", "missing: RANK 1$"),
+        ([], "", "1 missing, unnamed: set NODES"),
+    ):
+        c = cluster(3, rank=rank)
+        c.worker("b", "2" if rank else "")._connect()
+        wait_for(c.head.present)
+        here = r"2 of 3 nodes are here: host-a \(a\), host-b \(b\); "
+        with pytest.raises(RendezvousError, match=here + sentence):
+            c.head.gather(expected, 0.3, c.said.append)
+
+
+@pytest.mark.parametrize(
+    ("worker", "sentence"),
+    [
+        ({"address": "c", "token": "x" * 16}, "its cluster token is not the head's"),
+        ({"address": "c", "run": "y"}, "run is y there and x on the head"),
+        ({"address": "a"}, "a is the head's own address"),
+        ({"address": "b"}, "a launcher of b is already here: this is the second one on that node"),
+        ({"address": "c", "rank": "1"}, "there is a node with RANK=1 already"),
+    ],
+)
+def test_who_does_not_belong_is_refused(cluster, worker, sentence):
+    c = cluster(3)
+    c.worker("b", "1")._connect()
+    with pytest.raises(RendezvousError, match=f"refuses this node: {sentence}"):
+        c.worker(**worker).join(5, c.said.append)
+    wait_for(lambda: c.head.refused)
+    assert f"127.0.0.1 was refused: {sentence}" in c.head._missing(c.head.present(), [])
+
+
+def test_one_node_too_many_is_refused_before_the_run_begins(cluster):
+    c = cluster(2)
+    c.worker("b")._connect()
+    with pytest.raises(RendezvousError, match="the 2 nodes of NNODES are here already"):
+        c.worker("c").join(5, c.said.append)
+
+
+def test_a_cluster_that_has_begun_is_closed_and_one_may_come_again_before(cluster):
+    c = cluster(2)
+    gone = c.worker("b")
+    gone._connect().close()
+    wait_for(lambda: c.head.nodes["b"][1].over())
+    again = c.worker("b")
+    c.join(again)
+    with pytest.raises(RendezvousError, match="the run has its 2 nodes and has begun"):
+        c.worker("c").join(5, c.said.append)
+    assert c.head.ended() is None
+
+
+def test_a_false_head_learns_nothing_and_is_not_believed():
+    """It cannot answer a challenge, nor use the answer it gets: that depends on which side asks."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    heard: list[dict] = []
+
+    def impostor():
+        link = Link(listener.accept()[0])
+        link.send(challenge="00")
+        heard.append(link.receive())
+        link.send(proof=heard[0]["proof"])
+
+    threading.Thread(target=impostor, daemon=True).start()
+    with pytest.raises(RendezvousError, match="has another token"):
+        Worker("127.0.0.1", listener.getsockname()[1], TOKEN, node("b"), 5).join(5, print)
+    assert TOKEN not in json.dumps(heard)
+    listener.close()
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b'{"proof": 1}\n', b"[]\n", b""])
+def test_noise_does_not_disturb_the_head(cluster, noise):
+    c = cluster(2)
+    with socket.create_connection(("127.0.0.1", c.port)) as stranger:
+        stranger.sendall(noise)
+    assert c.join(c.worker("b"))[0] == ["a", "b"]
+
+
+def test_a_deadline_without_a_head_says_what_answered():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    sentence = f"after 0.2 s no head at 127.0.0.1 port {port}: .*refused.*this node has: x"
+    with pytest.raises(RendezvousError, match=sentence):
+        Worker("127.0.0.1", port, TOKEN, node("b"), 5).join(0.2, print)
