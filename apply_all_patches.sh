@@ -4,11 +4,11 @@
 # Usage:    ./apply_all_patches.sh [--check] [--only NAME]
 # Example:  ./apply_all_patches.sh
 #           ./apply_all_patches.sh --check --only verl
-# Effect:   runs `git am` on scratch copies first; the trees move only when every patch applied and every
+# Effect:   runs `git am` on scratch copies first; the trees change only when every patch has applied and every
 #           tree hash equals frameworks.lock. A second run says "already applied". Uncommitted work and
-#           commits that are in no patch file are refused, never overwritten. After a kill, run it again.
-# --check   proves the patch files (apply, export byte for byte, hashes, compile, trailers); changes nothing.
-# Hardware: any Linux machine with git and Python 3.11; run ./download_frameworks_source_code.sh before.
+#           commits that are in no patch file are never overwritten: the script stops. If killed, run it again.
+# --check   verifies the patch files (apply, export byte for byte, hashes, compile, trailers); changes nothing.
+# Hardware: any Linux machine with git and Python 3.11; run ./download_frameworks_source_code.sh first.
 # Duration: under 5 seconds; under half a second when already applied.
 set -euo pipefail
 

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Make the patched frameworks and ascend_rl importable, everywhere, also in Ray workers.
+# Make the patched frameworks and ascend_rl importable everywhere, including Ray workers.
 #
 # Usage:    bash build_project.sh --target cpu|npu
 # Example:  bash build_project.sh --target cpu
 # Hardware: cpu: any Linux with Python 3.11; npu: the Ascend image.
-# Duration: cpu: 1-3 minutes the first time (about 3 GB of packages), seconds when nothing changed.
+# Duration: cpu: 1-3 minutes the first time (about 3 GB of packages, all compiled), seconds when nothing changed.
 #
-#   cpu  makes .venv from requirements-cpu.txt. Variables:
+#   cpu  creates .venv from requirements-cpu.txt. Variables:
 #          PYTHON           the Python 3.11 to build it with (default: python3)
 #          TORCH_INDEX_URL  take torch from this package index instead, e.g. one with CPU-only wheels (5 GB less)
-#   npu  uses the Python of the image (PYTHON, default: python3) and installs nothing into it but a .pth file.
+#   npu  uses the Python of the image (PYTHON, default: python3) and adds only a .pth file to it.
 #
-# Downloads and patches the frameworks first if need be. Ends by importing each of them from frameworks/.
+# Downloads and patches the frameworks first if necessary. At the end it imports each of them from frameworks/ and compiles
+# what is new, which would otherwise cost each process of a run ten seconds (patches/bytecode.py).
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
 TARGET=
@@ -27,13 +28,13 @@ case "$TARGET" in cpu | npu) ;; *) die "say what to build for: --target cpu or -
 cd "$ROOT"
 PYTHON="${PYTHON:-python3}"
 
-# Debian packages, where we may install them.
+# Debian packages, if we are allowed to install them.
 missing=()
 command -v git >/dev/null 2>&1 || missing+=(git)
 if [ "$TARGET" = cpu ]; then
     command -v "$PYTHON" >/dev/null 2>&1 || missing+=(python3)
     "$PYTHON" -c 'import ensurepip, venv' >/dev/null 2>&1 || missing+=(python3-venv)
-    # Only for tests/test_launcher.py, which needs root too.
+    # Only for tests/test_launcher.py, which also needs root.
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && ! command -v ip >/dev/null 2>&1; then
         missing+=(iproute2)
     fi

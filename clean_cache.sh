@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Show the caches that installs and runs left on this machine, and remove those that are agreed to.
+# Show the caches that installs and runs have left on this machine, and remove the ones you confirm.
 #
 # Usage:    bash clean_cache.sh [--yes] [--dry-run] [GROUP...]
-# Example:  bash clean_cache.sh                      # ask for each cache of the default groups
-#           bash clean_cache.sh --dry-run            # only show places and sizes
-#           bash clean_cache.sh --yes operators      # after another CANN was installed
+# Example:  bash clean_cache.sh                      # ask about each cache of the default groups
+#           bash clean_cache.sh --dry-run            # only show locations and sizes
+#           bash clean_cache.sh --yes operators      # after changing CANN
 # Hardware: any
-# Duration: seconds, longer where a cache is large
+# Duration: seconds, longer if a cache is large
 #
 # Groups (default: pip compile vllm operators ray):
 #   pip        downloaded packages of pip and uv
 #   compile    torch.compile, Triton and torchair graphs
 #   vllm       vLLM's compiled graphs
 #   operators  operators that CANN and MindSpeed compiled: kernel_meta, atc_data, torch_extensions
-#   ray        files of Ray sessions that ended
-#   hub        models and data sets that Hugging Face and ModelScope downloaded; never without being named
+#   ray        files of Ray sessions that have ended
+#   hub        models and data sets downloaded from Hugging Face and ModelScope; only if named
 #
-# Only the places where these tools put caches by themselves are looked at. A place that was chosen with a variable
-# (TRITON_CACHE_DIR, ...) is named and left alone, as it may hold other things; so are links, other users' files, and
-# caches in use by a running Ray.
+# It looks only at the default cache locations of these tools. A location set by a variable (TRITON_CACHE_DIR, ...) is
+# reported and left alone, as it may hold other things; so are links, other users' files, and caches in use by a running
+# Ray.
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
 YES='' DRY_RUN='' GROUPS_WANTED=()
@@ -32,16 +32,16 @@ for arg in "$@"; do
     esac
 done
 [ ${#GROUPS_WANTED[@]} -gt 0 ] || GROUPS_WANTED=(pip compile vllm operators ray)
-[ -d "${HOME:-}" ] && [ "$HOME" != / ] || die "HOME is '${HOME:-}', which is no home directory"
-[ -n "$YES$DRY_RUN" ] || [ -t 0 ] || die "no terminal to ask on: give --yes, or --dry-run to see what there is"
+[ -d "${HOME:-}" ] && [ "$HOME" != / ] || die "HOME is '${HOME:-}', which is not a home directory"
+[ -n "$YES$DRY_RUN" ] || [ -t 0 ] || die "no terminal to ask on: use --yes, or --dry-run to list the caches"
 
 shopt -s nullglob
 user="$(id -un)"
-# Ray sessions in use: the command lines and the sockets of a running Ray name its session. The pattern does not match
+# Ray sessions in use: a running Ray's command lines and sockets contain the name of its session. The pattern does not match
 # itself in grep's command line.
 in_use="$(cat /proc/[0-9]*/cmdline /proc/net/unix 2>/dev/null | tr '\0' '\n' | grep -oE 'session_2[0-9]{3}-[0-9_-]+' | sort -u || true)"
 
-# places GROUP: the default places of a group, one a line.
+# places GROUP: the default locations of a group, one per line.
 places() {
     local cache="$HOME/.cache"
     case "$1" in
@@ -69,7 +69,7 @@ variables() {
     esac
 }
 
-# keep_reason GROUP PATH: why a place is left alone; nothing if it may go.
+# keep_reason GROUP PATH: why a location is left alone; nothing if it may be removed.
 keep_reason() {
     if [ -L "$2" ]; then
         echo "a link"
@@ -85,7 +85,7 @@ keep_reason() {
 removed=0
 for group in "${GROUPS_WANTED[@]}"; do
     for name in $(variables "$group"); do
-        [ -z "${!name:-}" ] || log "$group: $name=${!name} is not looked at; clear it yourself if you want to"
+        [ -z "${!name:-}" ] || log "$group: $name=${!name} is not looked at; clear it yourself if necessary"
     done
     while IFS= read -r path; do
         [ -e "$path" ] || [ -L "$path" ] || continue

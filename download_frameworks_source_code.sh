@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Put the exact framework sources that frameworks.lock pins into frameworks/.
+# Fetch the exact framework sources pinned in frameworks.lock into frameworks/.
 #
 # Usage:    ./download_frameworks_source_code.sh [--source auto|git|pypi] [--only NAME] [--deadline SECONDS]
+#           ./download_frameworks_source_code.sh --only NAME --archive FILE
 # Example:  ./download_frameworks_source_code.sh
 #           ./download_frameworks_source_code.sh --source pypi --only vllm
 # Sources:  auto (default) tries the git URL, its mirror, then the released wheel from PyPI. Git uses your
 #           proxy, credentials and url.<mirror>.insteadOf settings; pip uses your index settings.
 #           Everything is verified (commit, or sha256). Run it again after an interruption: finished
-#           frameworks are kept. MindSpeed is in git only and is skipped with one line if unreachable.
+#           frameworks are kept. An archive (.tar.gz of the tag's files) is verified by the hash of the patched tree
+#           when the patches are applied. MindSpeed is in git only; if unreachable, it is skipped with a message.
 # Hardware: any Linux machine with git and Python 3.11; about 60 MB from PyPI, 150 MB from git.
 # Duration: 5 seconds (PyPI, cached) to a few minutes.
 set -euo pipefail

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Download a model's weights from ModelScope, or only what a run with random weights needs; run again to go on.
+# Download a model's weights from ModelScope, or only what a run with random weights needs; run again to resume.
 #
 # Usage:    bash download_weights.sh MODEL --out DIR [--random-init]
 # Example:  bash download_weights.sh Qwen/Qwen3-235B-A22B --out models/Qwen3-235B-A22B
 # Hardware: none; free disk: 440 GB for Qwen3-235B-A22B, 65 GB for Qwen3-32B
 # Duration: 235B: an hour at 1 Gbit/s; with --random-init seconds
 #
-#   --out DIR       where to; on several nodes storage that all of them see
+#   --out DIR       destination; with several nodes, storage shared by all of them
 #   --random-init   configuration and tokenizer only
 #
-# Complete files are kept and skipped, incomplete ones go on. The end checks that every file of the index is there.
+# Complete files are skipped, incomplete ones resume. At the end it checks that every file in the index is present.
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
 MODEL="" OUT="" RANDOM_INIT=0
@@ -27,7 +27,7 @@ done
 [ -n "$OUT" ] || die "give --out DIR"
 need modelscope "pip install modelscope"
 
-# Free space, GB, for the weights and nothing else; what is there already counts.
+# Space needed for the weights alone, GB; files already downloaded count.
 case "$MODEL" in
 *235B-A22B*) needed=440 ;;
 *32B*) needed=65 ;;
@@ -44,7 +44,7 @@ mkdir -p "$OUT"
 have=$(($(du -s --block-size=1G "$OUT" | cut -f1)))
 free=$(($(df --output=avail --block-size=1G "$OUT" | tail -n 1)))
 [ $((have + free)) -ge "$needed" ] ||
-    die "$MODEL needs $needed GB; $OUT has $have GB of it and $free GB free: make room, or choose another --out"
+    die "$MODEL needs $needed GB; $OUT has $have GB of it and $free GB free: free some space, or choose another --out"
 
 run modelscope download --model "$MODEL" --local_dir "$OUT" "${files[@]}"
 

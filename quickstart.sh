@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Try the whole stack on a CPU: patched verl + vLLM + Ray train a tiny Qwen3 with GSPO until it adds numbers right.
+# Try the whole stack on a CPU: patched verl + vLLM + Ray train a tiny Qwen3 with GSPO until it can add.
 #
 # Usage:    bash quickstart.sh [--steps N] [--nproc N]
 # Example:  bash quickstart.sh
@@ -10,8 +10,8 @@
 #   --nproc N   trainer workers, each with its own vLLM server (default 1)
 #
 # Ends with a table, outputs/<run>/report.json and outputs/<run>/report.png. Ctrl-C stops everything.
-# Succeeds when the run did: after 80 steps or more the reward is at least 0.8, training and held out, and the
-# rollout's probabilities always were the trainer's (within 5e-5; rounding alone brings single tokens to 1e-5).
+# Succeeds if, after 80 steps or more, the reward is at least 0.8 in training and on held-out prompts, and rollout and
+# trainer probabilities always agreed (within 5e-5; rounding alone can reach 1e-5 for single tokens).
 started=$SECONDS
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 

@@ -5,15 +5,15 @@
 #           bash ray_start_npu.sh --status | --stop [--run-name RUN]
 # Example:  bash ray_start_npu.sh internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh
 #           bash ray_start_npu.sh --cluster cluster.env --dry-run internal/train_gspo_qwen3_tiny_cpu.sh
-# Hardware: what TRAIN_SCRIPT says; a CPU is enough for internal/*_cpu.sh
-# Duration: that of TRAIN_SCRIPT, plus 10 seconds; with several nodes plus 10 more once all are there
+# Hardware: see TRAIN_SCRIPT; a CPU is enough for internal/*_cpu.sh
+# Duration: that of TRAIN_SCRIPT, plus 10 seconds; with several nodes 10 more once all have joined
 #
 #   --cluster FILE       settings as lines KEY=VALUE; the same file serves all nodes
 #   --dry-run            print what this node would do, or what is wrong, and start nothing (also: DRY_RUN=1)
 #   --status, --stop     this user's runs on this node; stopping any node ends the run on all
 #
-# Settings: a variable (NNODES=8), a flag (--nnodes 8) or a line of the cluster file. A flag goes before a variable,
-# and that before the file. See docs/launch.md.
+# Settings: a variable (NNODES=8), a flag (--nnodes 8) or a line of the cluster file. Flags override variables,
+# and variables override the file. See docs/launch.md.
 #   NODES                addresses of all nodes, the head's first: 10.0.0.1,10.0.0.2; gives NNODES and MASTER_ADDR
 #   NNODES               number of nodes (default WORLD_SIZE, else 1)
 #   MASTER_ADDR          the head's address; a node that has it, or has RANK=0, is the head, others are workers
@@ -24,7 +24,7 @@
 #                        (umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > FILE)
 #   RAY_PORT             Ray's port on the head (default MASTER_PORT, else 6379; one node: a free one)
 #   LAUNCH_PORT          port on which the launchers meet (default RAY_PORT + 1)
-#   RUN_NAME, LOG_DIR    name of the run (default that of OUTPUT_DIR) and logs of its nodes (default logs/RUN_NAME)
+#   RUN_NAME, LOG_DIR    name of the run (default: that of OUTPUT_DIR) and logs of its nodes (default logs/RUN_NAME)
 #   OUTPUT_DIR           train.log and metrics (default outputs/<name of TRAIN_SCRIPT without train_>)
 #   DASHBOARD_PORT       start Ray's dashboard (default: none), on DASHBOARD_HOST (default 127.0.0.1)
 #   RAY_NUM_CPUS         CPUs Ray may hand out on a node (default 8 + 8 for each NPU: its actors mostly wait)
@@ -33,16 +33,16 @@
 #   NODES_DEADLINE_S, RAY_DEADLINE_S, LOST_DEADLINE_S
 #                        longest wait for the other nodes and for Ray, longest silence of a node (1800, 900, 60)
 #   RUN_DEADLINE_S, STALL_DEADLINE_S, START_DEADLINE_S
-#                        longest run, time between steps, time to the first step; 0 is no limit (0, 600, 900; on
-#                        NPU nodes 0, 14400, 14400)
+#                        longest run, time between steps, time to the first step; 0 means no limit (0, 600, 900;
+#                        on NPU nodes 0, 14400, 14400)
 #   PROGRESS=1           a progress bar instead of the output; the output is in OUTPUT_DIR/train.log either way
 #   SKIP_PREFLIGHT=1     start without the checks
 #
-# Ctrl-C stops the run on all nodes. Only processes that were started here are stopped.
+# Ctrl-C stops the run on all nodes. Only processes started by this script are stopped.
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
-# CANN's scripts read variables that are not set.
+# CANN's scripts read unset variables.
 set +eu
 for file in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal/atb/set_env.sh; do
     # shellcheck disable=SC1090
@@ -51,7 +51,7 @@ done
 set -eu
 use_python
 
-# glibc's malloc keeps memory of the long-lived actors in pieces; jemalloc gives it back.
+# In long-lived actors glibc's malloc fragments memory and keeps it; jemalloc returns it.
 for file in /usr/local/lib/libjemalloc.so.2 /usr/lib/*-linux-gnu/libjemalloc.so.2 /usr/lib64/libjemalloc.so.2; do
     if [ -f "$file" ] && [[ "${LD_PRELOAD:-}" != *jemalloc* ]]; then
         export LD_PRELOAD="$file${LD_PRELOAD:+:$LD_PRELOAD}"
@@ -60,4 +60,4 @@ done
 # Ray and HCCL open thousands of sockets.
 [ "$(ulimit -n)" = unlimited ] || [ "$(ulimit -n)" -ge 65536 ] || ulimit -Sn 65536 2>/dev/null || true
 
-exec python -m ascend_rl.launch "$@"
+exec python -m ascend_rl.launch.launch "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start a container of the Ascend image with this host's NPUs and driver; build the image first if asked.
+# Start a container of the Ascend image with this host's NPUs and driver; optionally build the image first.
 #
 # Usage:    bash run_container.sh [OPTIONS] NAME IMAGE [COMMAND...]
 # Example:  bash run_container.sh --build --mount /data qwen3 ascend-rl:latest
@@ -7,19 +7,19 @@
 # Hardware: an aarch64 Ascend host with the driver installed, and docker (or podman: ENGINE=podman)
 # Duration: seconds; with --build about half an hour the first time (an estimate, not measured)
 #
-#   --build           build IMAGE from the Dockerfile here, with what frameworks.lock pins
+#   --build           build IMAGE from the Dockerfile here, with the pins of frameworks.lock
 #   --mooncake        with --build: add Mooncake
 #   --devices LIST    NPUs to pass, e.g. 0-7 or 0,2,4 (default: all of the host)
 #   --mount PATH      a directory for data, weights or results, at the same path inside; may be repeated
-#   --shm-size SIZE   shared memory (default 64g): Ray's object store and vLLM's queues are there
+#   --shm-size SIZE   shared memory (default 64g), used by Ray's object store and vLLM's queues
 #   --privileged      give the container every device and capability of the host; not needed for training
 #   --dry-run         print the commands instead of running them
 #
-# Variables that --build passes on if set: REGISTRY (where the CANN image is, default ascendai), DNF_MIRROR, GIT_MIRROR,
+# Variables that --build passes on if set: REGISTRY (of the CANN image, default ascendai), DNF_MIRROR, GIT_MIRROR,
 # PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_TRUSTED_HOST, http_proxy, https_proxy, no_proxy.
 #
-# The container has the host's network (HCCL and Ray need it), so its ports are the host's. COMMAND defaults to a shell
-# that stays: enter it with docker exec -it NAME bash.
+# The container shares the host's network (HCCL and Ray need it), so its ports are the host's. COMMAND defaults to a shell
+# that keeps running: enter it with docker exec -it NAME bash.
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
 ENGINE="${ENGINE:-docker}" SHM_SIZE=64g
@@ -45,7 +45,7 @@ NAME="$1" IMAGE="$2"
 shift 2
 [[ "$SHM_SIZE" =~ ^[1-9][0-9]*[bkmg]?$ ]] || die "--shm-size is a number with b, k, m or g, e.g. 64g; it is '$SHM_SIZE'"
 
-# pin KEY: a value of [ascend] in frameworks.lock, without Python: the host's may be old.
+# pin KEY: a value of [ascend] in frameworks.lock, read without Python, as the host's may be too old.
 pin() {
     local value
     value="$(sed -n "/^\[ascend\]/,/^\[cpu\]/s/^$1 = \"\(.*\)\"\$/\1/p" "$ROOT/frameworks.lock")"
@@ -75,7 +75,7 @@ for part in ${DEVICES//,/ }; do
     [[ "$part" =~ ^([0-9]+)(-([0-9]+))?$ ]] || die "--devices is a list like 0-7 or 0,2,4; '$part' is not"
     mapfile -t -O ${#wanted[@]} wanted < <(seq "${BASH_REMATCH[1]}" "${BASH_REMATCH[3]:-${BASH_REMATCH[1]}}")
 done
-[ ${#wanted[@]} -gt 0 ] || die "--devices '$DEVICES' names no NPU"
+[ ${#wanted[@]} -gt 0 ] || die "--devices '$DEVICES' selects no NPU"
 for number in "${wanted[@]}"; do
     [ -e "/dev/davinci$number" ] || die "/dev/davinci$number does not exist; this host has: ${found[*]}"
     FLAGS+=("--device=/dev/davinci$number")
@@ -85,7 +85,7 @@ for node in /dev/davinci_manager /dev/devmm_svm /dev/hisi_hdc; do
     FLAGS+=("--device=$node")
 done
 
-# The driver belongs to the host's kernel, so it is mounted; the rest of CANN is in the image.
+# The driver must match the host's kernel, so it is mounted; the rest of CANN is in the image.
 for path in /usr/local/Ascend/driver /usr/local/dcmi /usr/local/bin/npu-smi /etc/ascend_install.info; do
     [ -e "$path" ] || die "$path does not exist: install the Ascend driver (HDK $(pin hdk)) on this host"
     FLAGS+=("--volume=$path:$path:ro")
@@ -101,11 +101,11 @@ done
 
 if [ -z "$DRY_RUN" ]; then
     need "$ENGINE" "install it, or set ENGINE=podman"
-    "$ENGINE" info >/dev/null 2>&1 || die "'$ENGINE info' fails: is the daemon running, and may $(id -un) use it?"
+    "$ENGINE" info >/dev/null 2>&1 || die "'$ENGINE info' fails: is the daemon running, and is $(id -un) allowed to use it?"
     ! "$ENGINE" container inspect "$NAME" >/dev/null 2>&1 ||
-        die "there is a container '$NAME': enter it with '$ENGINE exec -it $NAME bash', or remove it with '$ENGINE rm -f $NAME'"
+        die "container '$NAME' exists already: enter it with '$ENGINE exec -it $NAME bash', or remove it with '$ENGINE rm -f $NAME'"
     [ -n "$BUILD" ] || "$ENGINE" image inspect "$IMAGE" >/dev/null 2>&1 ||
-        die "there is no image '$IMAGE' on this host: add --build, or pull it first"
+        die "this host has no image '$IMAGE': add --build, or pull it first"
 fi
 if [ -n "$BUILD" ]; then
     args=("--build-arg=CANN_IMAGE=$(pin image)")

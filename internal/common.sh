@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by every script here: messages, checks, and the Python to use.
+# Sourced by every script: messages, checks, and the Python to use.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -29,12 +29,12 @@ usage() {
     sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$1"
 }
 
-# importable MODULE...: whether Python finds all of them; it imports none.
+# importable MODULE...: whether Python can find all of them, without importing any.
 importable() {
     python -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' "$@"
 }
 
-# The environment that build_project.sh made, or the Python of the Ascend image.
+# The environment that build_project.sh created, or the Python of the Ascend image.
 use_python() {
     if [ -x "$ROOT/.venv/bin/python" ]; then
         export PATH="$ROOT/.venv/bin:$PATH"
@@ -44,7 +44,7 @@ use_python() {
         die "the patched frameworks cannot be imported; run: bash build_project.sh --target cpu (or npu)"
 }
 
-# train MODULE ARGS...: end the script as `python -m MODULE ARGS...`. With DRY_RUN=1 only print what would run, as
+# train MODULE ARGS...: replace the script by `python -m MODULE ARGS...`. With DRY_RUN=1 only print what would run, as
 # JSON {"module", "args", "env"}: preflight and tests read it.
 train() {
     [ "${DRY_RUN:-0}" != 1 ] || exec python3 -c \

@@ -1,17 +1,17 @@
 # shellcheck shell=bash
-# Environment of a CPU run, sourced by ray_start_npu.sh. Every variable with its reason; set one before to override.
+# Environment of a CPU run, sourced by ray_start_npu.sh. Each variable has its reason; set one beforehand to override it.
 
-# vLLM's CPU backend: small KV cache (GiB), no thread pinning (several workers share few cores), and one thread
+# vLLM's CPU backend: a small KV cache (GiB), no thread pinning (several workers share few cores), and one thread
 # each: a tiny model gains nothing from more, and idle OpenMP threads spin.
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Compiling a 2-layer model takes longer than running it.
 export TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"
-# Without a hub, telemetry or colours in logs.
+# No hub, no telemetry, no colours in logs.
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 RAY_COLOR_PREFIX=0 NO_COLOR=1
 export TOKENIZERS_PARALLELISM=false
-# One line per actor and message; full Hydra errors.
+# Every message of every actor; full Hydra errors.
 export RAY_DEDUP_LOGS="${RAY_DEDUP_LOGS:-0}" HYDRA_FULL_ERROR=1
 export VERL_LOGGING_LEVEL="${VERL_LOGGING_LEVEL:-WARN}" VLLM_LOGGING_LEVEL="${VLLM_LOGGING_LEVEL:-WARNING}"
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"

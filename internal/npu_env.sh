@@ -1,50 +1,50 @@
 # shellcheck shell=bash
-# Sourced by the environment scripts of Ascend runs. Every variable with its reason; set one before to override it.
+# Sourced by the environment scripts of Ascend runs. Each variable has its reason; set one beforehand to override it.
 #
 # NPU_SERIES=a3 (default: Atlas A3, 16 dies a node) or a2 (Atlas 800T A2, 8 NPUs a node).
 case "${NPU_SERIES:=a3}" in
 a3) export NPUS_PER_NODE="${NPUS_PER_NODE:-16}" ;;
 a2)
     export NPUS_PER_NODE="${NPUS_PER_NODE:-8}"
-    # Experts across nodes: vllm-ascend then sends a token to a node once and spreads it there (0.13.0,
+    # Experts across nodes: vllm-ascend then sends a token to each node once and distributes it there (0.13.0,
     # is_hierarchical_communication_enabled).
     export HCCL_INTRA_PCIE_ENABLE="${HCCL_INTRA_PCIE_ENABLE:-1}" HCCL_INTRA_ROCE_ENABLE="${HCCL_INTRA_ROCE_ENABLE:-0}"
     ;;
 *) echo "ERROR: NPU_SERIES is '$NPU_SERIES'; set a3 or a2" >&2; exit 1 ;;
 esac
 
-# HCCL. Ranks wait for the slowest: the first compilation and the end of a 32K rollout take longer than the default
+# HCCL. Ranks wait for the slowest: the first compilation and the end of a 32K rollout take longer than the defaults of
 # 120 s and 1836 s. The error then names the rank that waited, not the one that was late.
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-7200}" HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-7200}"
-# Ports: away from 16666, where a second process or run finds the port taken.
+# Ports: avoid 16666, which a second process or run would find taken.
 export HCCL_IF_BASE_PORT="${HCCL_IF_BASE_PORT:-64021}"
 export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
 export HCCL_NPU_SOCKET_PORT_RANGE="${HCCL_NPU_SOCKET_PORT_RANGE:-auto}"
-# Buffer of each communication group, MB, sending and receiving: 235B has many groups, and the MoE exchange needs 300.
+# Buffer of each communication group, MB, for sending and receiving: 235B has many groups, and the MoE exchange needs 300.
 export HCCL_BUFFSIZE="${HCCL_BUFFSIZE:-300}"
-# Collectives are laid out by the vector cores, not by the host: fewer launches in decoding, and more graph sizes fit.
+# Expand collectives on the vector cores instead of the host: fewer launches in decoding, and more graph sizes fit.
 export HCCL_OP_EXPANSION_MODE="${HCCL_OP_EXPANSION_MODE:-AIV}"
 
-# Launching operators: 1 with graphs, 2 without (2 cannot be captured). Recipes with graphs set 1.
+# Operator launch: 1 with graphs, 2 without (2 cannot be captured). Recipes with graphs set 1.
 export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-2}"
-# Bind threads of a process to the cores next to its die.
+# Bind the threads of a process to the cores close to its die.
 export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-1}"
-# Off until tried on NPUs (docs/host_bound.md). CORE_BINDING=1: a share of the CPUs for each die by NUMA node, which
-# CPU_AFFINITY_CONF is told, for vLLM's engine core and for Ray; ROLLOUT_DISABLE_GC=1: no garbage collection in steps.
+# Off until tested on NPUs (docs/host_bound.md). CORE_BINDING=1: divide the CPUs by NUMA node between the dies (through
+# CPU_AFFINITY_CONF), vLLM's engine core and Ray; ROLLOUT_DISABLE_GC=1: no garbage collection within steps.
 export CORE_BINDING="${CORE_BINDING:-0}" ROLLOUT_DISABLE_GC="${ROLLOUT_DISABLE_GC:-0}"
-# Megatron insists on it where tensor or context parallelism overlap communication.
+# Megatron requires it where tensor or context parallelism overlaps communication.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-# Memory: collect garbage at 60% and do not split large blocks, against fragments. Not expandable_segments: sleep mode of
-# vLLM refuses it; verl switches it on while vLLM sleeps (patch hot_swap_expandable_segments).
+# Memory: collect garbage at 60% and do not split large blocks, to limit fragmentation. No expandable_segments: vLLM's sleep
+# mode refuses it; verl switches it on while vLLM sleeps (patch hot_swap_expandable_segments).
 export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-garbage_collection_threshold:0.6,max_split_size_mb:24}"
 # Streams reuse each other's freed memory.
 export MULTI_STREAM_MEMORY_REUSE="${MULTI_STREAM_MEMORY_REUSE:-1}"
 
-# vllm-ascend: weights stay in the layout they are trained in; NZ (a packed one) breaks weight updates.
+# vllm-ascend: keep weights in the layout used in training; NZ (a packed layout) breaks weight updates.
 export VLLM_ASCEND_ENABLE_NZ="${VLLM_ASCEND_ENABLE_NZ:-0}"
 
-# Logs: errors of CANN only, full errors of Hydra, every actor's lines.
+# Logs: only errors from CANN, full errors from Hydra, every actor's lines.
 export ASCEND_GLOBAL_LOG_LEVEL="${ASCEND_GLOBAL_LOG_LEVEL:-3}" HYDRA_FULL_ERROR=1 RAY_DEDUP_LOGS="${RAY_DEDUP_LOGS:-0}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
-# Ray, HCCL and checkpoints keep many files open; where the limit may not be raised, the launcher's check says so.
+# Ray, HCCL and checkpoints keep many files open; if the limit cannot be raised, the launcher's check reports it.
 ulimit -n 32768 2>/dev/null || true

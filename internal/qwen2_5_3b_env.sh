@@ -1,4 +1,4 @@
 # shellcheck shell=bash
-# Environment of the recipes of Qwen2.5-3B, without graphs. Set a variable before to override it, NPU_SERIES=a2 for Atlas
+# Environment of the Qwen2.5-3B recipes, without graphs. Set a variable beforehand to override it, NPU_SERIES=a2 for Atlas
 # 800T A2.
 . "$(dirname "${BASH_SOURCE[0]}")/npu_env.sh"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the recipes of Qwen3-235B-A22B (94 layers, 4 query groups, 128 experts): how the model lies on the dies.
+# Sourced by the recipes of Qwen3-235B-A22B (94 layers, 4 query groups, 128 experts): how the model is laid out on the dies.
 
 # qwen3_235b_layout: append to ARGS. Reads DIES, CP, MAX_PROMPT, MAX_RESPONSE, MAX_NUM_SEQS, GRAPH_SIZES, GPU_MEMORY and
 # TRUE_WEIGHTS (1: the checkpoint in DIST_CKPT_PATH; 0: random weights).
@@ -29,8 +29,8 @@ qwen3_235b_layout() {
         actor_rollout_ref.ref.megatron.param_offload=True
         actor_rollout_ref.actor.use_torch_compile=False
 
-        # Weights: a Megatron checkpoint of converter_hf_to_mcore.py, or none. mbridge knows neither the layout of experts
-        # that the alltoall overlap uses (weight1, weight2) nor such checkpoints.
+        # Weights: a Megatron checkpoint from converter_hf_to_mcore.py, or none. mbridge supports neither the expert layout of
+        # the alltoall overlap (weight1, weight2) nor such checkpoints.
         actor_rollout_ref.actor.megatron.use_mbridge=False
         actor_rollout_ref.actor.load_weight="$load"
         actor_rollout_ref.ref.load_weight="$load"
@@ -39,9 +39,9 @@ qwen3_235b_layout() {
         actor_rollout_ref.actor.megatron.dist_checkpointing_path="${DIST_CKPT_PATH:-null}"
         actor_rollout_ref.ref.megatron.dist_checkpointing_path="${DIST_CKPT_PATH:-null}"
 
-        # MoE: exchange tokens while experts compute; drop activations of the experts and make them again in the backward
-        # pass, behind its communication. level1, unlike level0, fits whatever the balance of the experts; what each costs:
-        # docs/training_memory.md. Recomputing whole layers on top would repeat the exchange where nothing hides it.
+        # MoE: exchange tokens while experts compute; drop the experts' activations and regenerate them in the backward pass,
+        # hidden by its communication. level1, unlike level0, fits at any imbalance of the experts; for the costs see
+        # docs/training_memory.md. Recomputing whole layers as well would repeat the exchange with nothing to hide it.
         "$t".moe_token_dispatcher_type=alltoall
         "$t".moe_alltoall_overlap_comm=True
         "$t".moe_grouped_gemm=True

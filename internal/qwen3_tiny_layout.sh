@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the CPU recipes of the tiny models: the rollout and the run, which do not depend on the trainer.
+# Sourced by the CPU recipes of the tiny models: settings of the rollout and the run, independent of the trainer.
 
 # qwen3_tiny_layout: append to ARGS. Reads NNODES, NPUS_PER_NODE, STEPS and OUTPUT_DIR.
 qwen3_tiny_layout() {

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Sourced after common.sh by the recipes of real models: where they run, their inputs, what all of them share, and
-# SMOKE=1. Functions that take no arguments append to the array ARGS of the recipe.
+# Sourced after common.sh by the recipes of real models: where they run, their inputs, shared settings, and SMOKE=1.
+# Functions without arguments append to the recipe's array ARGS.
 
 smoking() {
     [ "${SMOKE:-0}" = 1 ]
 }
 
-# dies NNODES NPUS_PER_NODE: the size a recipe is made for, unless variables of these names say otherwise. With SMOKE=1
-# the overrides stay those of that size; NPUS_PER_NODE then counts the workers on this CPU.
+# dies NNODES NPUS_PER_NODE: the size a recipe is made for, unless variables of these names override it. With SMOKE=1 the
+# overrides stay those of that size; NPUS_PER_NODE then is the number of workers on this CPU.
 dies() {
     SMOKE_WORKERS="${NPUS_PER_NODE:-1}"
     if smoking; then NNODES="$1" NPUS_PER_NODE="$2"; fi
@@ -26,8 +26,8 @@ input() {
     [ -e "$1" ] || [ "${DRY_RUN:-0}" = 1 ] || smoking || die "'$1' not found; $2"
 }
 
-# inputs MODEL DATASET VALIDATION: set and check MODEL_PATH, TRAIN_FILE, TEST_FILE and OUTPUT_DIR. On several nodes all of
-# them lie on storage that every node sees.
+# inputs MODEL DATASET VALIDATION: set and check MODEL_PATH, TRAIN_FILE, TEST_FILE and OUTPUT_DIR. With several nodes all of
+# them must be on shared storage.
 inputs() {
     local name
     name="$(basename "$0" .sh)"
@@ -40,16 +40,16 @@ inputs() {
     input "$TEST_FILE" "set TEST_FILE, or: python -m ascend_rl.data $3 --out $ROOT/data/$3"
 }
 
-# Who scores: the answer of a response is compared with the ground truth as mathematics.
+# The reward compares the answer in a response mathematically with the ground truth.
 math_reward() {
     ARGS+=(
-        reward.custom_reward_function.path="$ROOT/ascend_rl/math_reward.py"
+        reward.custom_reward_function.path="$ROOT/ascend_rl/recipe/math_reward.py"
         reward.custom_reward_function.name=compute_score
     )
 }
 
-# DAPO's reward manager, for the penalty on responses that come close to the limit: off, unless OVERLONG is True. Then the
-# last OVERLONG_LEN tokens cost up to OVERLONG_FACTOR.
+# DAPO's reward manager, for the penalty on responses close to the length limit: off unless OVERLONG is True. Then the last
+# OVERLONG_LEN tokens cost up to OVERLONG_FACTOR.
 overlong_penalty() {
     ARGS+=(
         reward.reward_manager.name=dapo
@@ -61,8 +61,8 @@ overlong_penalty() {
     )
 }
 
-# DAPO's loss around the loss itself: no KL term, a higher upper bound, tokens weighted alike, and responses sampled by
-# vLLM corrected to what the trainer would have sampled (token ratios, cut at 2).
+# DAPO's settings around the policy loss: no KL term, a higher upper bound, all tokens weighted equally, and responses
+# sampled by vLLM corrected towards the trainer's policy (token ratios, capped at 2).
 dapo_loss() {
     ARGS+=(
         algorithm.use_kl_in_reward=False
@@ -78,8 +78,8 @@ dapo_loss() {
     )
 }
 
-# DAPO's dynamic sampling: groups whose responses are all right or all wrong have advantage 0. They are left out, and more
-# prompts are sampled until the batch is full (docs/dapo.md).
+# DAPO's dynamic sampling: groups whose responses are all right or all wrong have zero advantage. They are left out, and
+# more prompts are sampled until the batch is full (docs/dapo.md).
 dynamic_sampling() {
     ARGS+=(
         algorithm.filter_groups.enable=True
@@ -88,8 +88,8 @@ dynamic_sampling() {
     )
 }
 
-# Where it runs and where results go. A rollout of 32K responses takes up to two hours, in which ranks wait for each
-# other: verl's 600 s would end the run.
+# Where it runs and where results go. A rollout of 32K responses takes up to two hours, during which ranks wait for each
+# other: verl's default of 600 s would end the run.
 trainer() {
     ARGS+=(
         trainer.device=npu
@@ -113,14 +113,14 @@ rollout_with_graphs() {
         actor_rollout_ref.rollout.name=vllm
         actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY"
         actor_rollout_ref.rollout.max_model_len=$((MAX_PROMPT + MAX_RESPONSE))
-        # Of a prefill step, whose peak is taken from the KV cache; fewer cut it into chunks (docs/training_memory.md).
+        # Of a prefill step, whose peak reduces the KV cache; fewer tokens split prefills into chunks (docs/training_memory.md).
         actor_rollout_ref.rollout.max_num_batched_tokens=$((MAX_PROMPT + MAX_RESPONSE))
         actor_rollout_ref.rollout.max_num_seqs="$MAX_NUM_SEQS"
         actor_rollout_ref.rollout.enable_chunked_prefill=True
         actor_rollout_ref.rollout.enforce_eager=False
         actor_rollout_ref.rollout.cudagraph_capture_sizes="$GRAPH_SIZES"
         "$vllm".compilation_config.cudagraph_mode=FULL_DECODE_ONLY
-        actor_rollout_ref.rollout.calculate_log_probs=True  # training/rollout_probs_diff_*: is it the same model?
+        actor_rollout_ref.rollout.calculate_log_probs=True  # training/rollout_probs_diff_* shows whether it is the same model
     )
     if [ "${ENABLE_SAM:-0}" = 1 ]; then
         ARGS+=(
@@ -135,7 +135,7 @@ rollout_with_graphs() {
     fi
 }
 
-# MindSpeed's options for any Megatron model. `repatch` of verl hands override_transformer_config to MindSpeed.
+# MindSpeed's options for any Megatron model. verl's `repatch` passes override_transformer_config to MindSpeed.
 mindspeed() {
     local t=+actor_rollout_ref.actor.megatron.override_transformer_config
     ARGS+=(
@@ -145,8 +145,8 @@ mindspeed() {
     )
 }
 
-# Optimizer states live on the host and come in while a step needs them, overlapped; verl's own offload stays off: it would
-# bring all of them back for the update (docs/training_memory.md).
+# Optimizer states stay on the host and are streamed in, overlapped, when the update needs them; verl's own offload stays
+# off: it would bring all of them back for the update (docs/training_memory.md).
 swap_optimizer() {
     ARGS+=(
         +actor_rollout_ref.actor.megatron.override_transformer_config.swap_optimizer=True
@@ -164,26 +164,26 @@ ring_attention() {
         "$t".cp_window_size=1
         "$t".use_cp_send_recv_overlap=True
         "$t".use_fused_ring_attention_update=True
-        "$t".seq_length=2048                # the side of the compressed causal mask, not a limit
+        "$t".seq_length=2048                # size of the compressed causal mask, not a limit
     )
 }
 
-# What a CPU does not have. SMOKE=1 takes these out of the overrides, if a recipe has them; nothing else is taken out.
+# What a CPU does not support. SMOKE=1 removes these overrides if a recipe has them, and nothing else.
 NOT_ON_CPU=(
     # MindSpeed needs torch_npu: its fused operators, its ring attention, its optimizer and its MoE schedules.
     use_flash_attn use_fused_rotary_pos_emb use_fused_swiglu swap_optimizer
     context_parallel_size context_parallel_algo cp_window_size use_cp_send_recv_overlap use_fused_ring_attention_update
     moe_alltoall_overlap_comm moe_zero_memory gemm_gradient_accumulation_fusion
-    # Read by MindSpeed only; megatron-core does not know the names.
+    # Read only by MindSpeed; unknown to megatron-core.
     seq_length pipeline_num_transformer_layers
-    # TransformerEngine's fused kernel; the stand-in for it has none.
+    # TransformerEngine's fused kernel; its stub has none.
     moe_permute_fusion
-    # Sizes: how 94 layers are cut into 4 stages.
+    # Sizes: how 94 layers are split into 4 stages.
     num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
 )
 
 # smoke dense|moe fsdp|megatron: with SMOKE=1, run the recipe on a CPU: append overrides that replace sizes and devices, and
-# remove NOT_ON_CPU. Algorithm, loss, sampling, reward and strategy stay the recipe's. Call it last.
+# remove NOT_ON_CPU. Algorithm, loss, sampling, reward and strategy stay as in the recipe. Call it last.
 smoke() {
     smoking || return 0
     local data="$ROOT/data/tiny" t=actor_rollout_ref.actor.megatron.override_transformer_config
@@ -191,7 +191,7 @@ smoke() {
     if [ "$1" = moe ]; then data="$ROOT/data/tiny_moe"; fi
     if [ "${DRY_RUN:-0}" != 1 ]; then smoke_data "$1" "$data" >&2; fi
 
-    # Sizes: model, data, lengths, batches (as many updates a step as before), parallel sizes, length of the run.
+    # Sizes: model, data, lengths, batches (as many updates per step as before), parallel sizes, length of the run.
     local sizes=(
         actor_rollout_ref.model.path="$data/model"
         data.train_files="$data/train.parquet"
@@ -223,7 +223,7 @@ smoke() {
         trainer.save_freq=-1
         trainer.resume_mode=disable
     )
-    # The device: float32, so that rollout and trainer can be compared to 1e-5; nothing to offload to, no graphs, no sleep.
+    # The device: float32, so that rollout and trainer can be compared to 1e-5; no offloading, no graphs, no sleep.
     local device=(
         trainer.device=cpu
         actor_rollout_ref.rollout.dtype=float32
@@ -251,7 +251,7 @@ smoke() {
         )
     else
         sizes+=(actor_rollout_ref.actor.ulysses_sequence_parallel_size=1)
-        # Packed sequences, and Ulysses with them, exist for flash attention only.
+        # Packed sequences, and with them Ulysses, need flash attention.
         device+=(
             actor_rollout_ref.model.use_remove_padding=False
             +actor_rollout_ref.model.override_config.attn_implementation=sdpa
@@ -279,7 +279,7 @@ smoke() {
     ARGS+=("${sizes[@]}" "${device[@]}")
 }
 
-# smoke_data dense|moe DATA_DIR: the tiny model and its task, and for MoE its Megatron checkpoint. One run makes them.
+# smoke_data dense|moe DATA_DIR: the tiny model and its task, and for MoE its Megatron checkpoint. Created once.
 smoke_data() {
     mkdir -p "$(dirname "$2")"
     (

@@ -5,7 +5,7 @@
 #               [HYDRA_OVERRIDES...]
 # Example:  DIST_CKPT_PATH=/shared/Qwen3-235B-A22B-mcore bash ray_start_npu.sh \
 #               internal/train_dapo_qwen3_235b_128die_true_weight.sh internal/qwen3_235b_env.sh
-# Hardware: 8 Atlas A3 nodes of 16 dies, storage that all of them see
+# Hardware: 8 Atlas A3 nodes of 16 dies, storage shared by all of them
 # Duration: published: 6620 s for the first step, with two generation batches
 #
 # Variables: NNODES (8), NPUS_PER_NODE (16), MODEL_PATH, DIST_CKPT_PATH (MODEL_PATH-mcore), TRAIN_FILE (DAPO-Math-17k),
@@ -21,7 +21,7 @@ inputs Qwen/Qwen3-235B-A22B dapo_math aime
 distributed_checkpoint
 
 MAX_PROMPT=2048 MAX_RESPONSE=34816 OVERLONG_LEN=8192 OVERLONG_FACTOR=0.1
-TRAIN_BATCH=128 MINI_BATCH=128      # one update a step: on-policy
+TRAIN_BATCH=128 MINI_BATCH=128      # one update per step: on-policy
 CP=4 TRUE_WEIGHTS=1
 MAX_NUM_SEQS=64 GRAPH_SIZES="[8,16,32,64]" GPU_MEMORY=0.85
 
@@ -36,7 +36,7 @@ ARGS=(
     data.shuffle=False
     data.train_batch_size="$TRAIN_BATCH"
 
-    # DAPO: GRPO's advantages over 16 responses a prompt; loss and dynamic sampling are in recipe.sh.
+    # DAPO: GRPO's advantages over 16 responses per prompt; loss and dynamic sampling are in recipe.sh.
     algorithm.adv_estimator=grpo
     actor_rollout_ref.actor.entropy_coeff=0
     actor_rollout_ref.rollout.n=16
@@ -48,7 +48,7 @@ ARGS=(
     actor_rollout_ref.actor.optim.clip_grad=10000
     actor_rollout_ref.actor.ppo_mini_batch_size="$MINI_BATCH"
 
-    # Micro-batches by tokens: a die gets what fits next to the longest sequence, which CP cuts into CP pieces.
+    # Micro-batches by tokens: the budget of a die is the longest sequence, which CP splits into CP pieces.
     actor_rollout_ref.actor.use_dynamic_bsz=True
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(((MAX_PROMPT + MAX_RESPONSE) / CP))
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1

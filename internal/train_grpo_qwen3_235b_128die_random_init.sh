@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# GRPO on Qwen3-235B-A22B with random weights, to measure without 440 GB of them: TP4 PP4 CP8 EP32, vLLM TP4 DP32 EP128.
+# GRPO on Qwen3-235B-A22B with random weights, to measure without the 440 GB download: TP4 PP4 CP8 EP32, vLLM TP4 DP32 EP128.
 #
 # Usage:    bash ray_start_npu.sh internal/train_grpo_qwen3_235b_128die_random_init.sh internal/qwen3_235b_env.sh \
 #               [HYDRA_OVERRIDES...]
 # Example:  bash download_weights.sh Qwen/Qwen3-235B-A22B --out models/Qwen3-235B-A22B --random-init
 #           bash ray_start_npu.sh internal/train_grpo_qwen3_235b_128die_random_init.sh internal/qwen3_235b_env.sh
-# Hardware: 8 Atlas A3 nodes of 16 dies, storage that all of them see
+# Hardware: 8 Atlas A3 nodes of 16 dies, storage shared by all of them
 # Duration: not published; every response runs to its limit or stops at random
 #
 # Variables: NNODES (8), NPUS_PER_NODE (16), MODEL_PATH (configuration and tokenizer), TRAIN_FILE (DeepScaleR), TEST_FILE
@@ -19,7 +19,7 @@ dies 8 16
 inputs Qwen/Qwen3-235B-A22B deepscaler aime
 
 MAX_PROMPT=2048 MAX_RESPONSE=32768
-TRAIN_BATCH=512 MINI_BATCH=512      # one update a step: on-policy
+TRAIN_BATCH=512 MINI_BATCH=512      # one update per step: on-policy
 CP=8 TRUE_WEIGHTS=0
 MAX_NUM_SEQS=256 GRAPH_SIZES="[32,64,128,256]" GPU_MEMORY=0.85
 
@@ -34,7 +34,7 @@ ARGS=(
     data.shuffle=False
     data.train_batch_size="$TRAIN_BATCH"
 
-    # GRPO: 16 responses a prompt, their advantages relative to their mean, and a KL term in the loss.
+    # GRPO: 16 responses per prompt, advantages relative to their mean, and a KL term in the loss.
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=False
     actor_rollout_ref.actor.use_kl_loss=True

@@ -5,7 +5,7 @@
 #               [HYDRA_OVERRIDES...]
 # Example:  DIST_CKPT_PATH=/shared/Qwen3-235B-A22B-mcore bash ray_start_npu.sh \
 #               internal/train_grpo_qwen3_235b_128die_true_weight.sh internal/qwen3_235b_env.sh
-# Hardware: 8 Atlas A3 nodes of 16 dies, storage that all of them see
+# Hardware: 8 Atlas A3 nodes of 16 dies, storage shared by all of them
 # Duration: published: 7833 s a step, of which the rollout takes 6638 s
 #
 # Variables: NNODES (8), NPUS_PER_NODE (16), MODEL_PATH, DIST_CKPT_PATH (MODEL_PATH-mcore), TRAIN_FILE (DeepScaleR),
@@ -20,7 +20,7 @@ inputs Qwen/Qwen3-235B-A22B deepscaler aime
 distributed_checkpoint
 
 MAX_PROMPT=2048 MAX_RESPONSE=32768
-TRAIN_BATCH=512 MINI_BATCH=512      # one update a step: on-policy
+TRAIN_BATCH=512 MINI_BATCH=512      # one update per step: on-policy
 CP=4 TRUE_WEIGHTS=1
 MAX_NUM_SEQS=256 GRAPH_SIZES="[32,64,128,256]" GPU_MEMORY=0.87
 
@@ -35,7 +35,7 @@ ARGS=(
     data.shuffle=False
     data.train_batch_size="$TRAIN_BATCH"
 
-    # GRPO: 16 responses a prompt, their advantages relative to their mean, and a KL term in the loss.
+    # GRPO: 16 responses per prompt, advantages relative to their mean, and a KL term in the loss.
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=False
     actor_rollout_ref.actor.use_kl_loss=True
@@ -51,7 +51,7 @@ ARGS=(
     actor_rollout_ref.actor.optim.clip_grad=10000
     actor_rollout_ref.actor.ppo_mini_batch_size="$MINI_BATCH"
 
-    # Micro-batches by tokens: a die gets what fits next to the longest sequence, which CP cuts into CP pieces.
+    # Micro-batches by tokens: the budget of a die is the longest sequence, which CP splits into CP pieces.
     actor_rollout_ref.actor.use_dynamic_bsz=True
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(((MAX_PROMPT + MAX_RESPONSE) / CP))
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1

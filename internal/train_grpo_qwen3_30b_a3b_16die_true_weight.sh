@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The GRPO twin of train_gspo_qwen3_30b_a3b_16die_true_weight.sh: the same run with token-level ratios and PPO's clipping.
+# The GRPO counterpart of train_gspo_qwen3_30b_a3b_16die_true_weight.sh: the same run with token-level ratios and PPO clipping.
 #
 # Usage:    bash ray_start_npu.sh internal/train_grpo_qwen3_30b_a3b_16die_true_weight.sh internal/qwen3_30b_a3b_env.sh \
 #               [HYDRA_OVERRIDES...]
 # Example:  NPU_SERIES=a2 bash ray_start_npu.sh internal/train_grpo_qwen3_30b_a3b_16die_true_weight.sh \
 #               internal/qwen3_30b_a3b_env.sh
-# Hardware: 2 Atlas 800T A2 nodes of 8 NPUs with 64 GB, storage that both see
+# Hardware: 2 Atlas 800T A2 nodes of 8 NPUs with 64 GB, storage shared by both
 # Duration: not published
 #
 # Variables: as in train_gspo_qwen3_30b_a3b_16die_true_weight.sh, with the defaults below.

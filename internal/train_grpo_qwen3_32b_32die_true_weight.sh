@@ -4,7 +4,7 @@
 # Usage:    bash ray_start_npu.sh internal/train_grpo_qwen3_32b_32die_true_weight.sh internal/qwen3_32b_env.sh \
 #               [HYDRA_OVERRIDES...]
 # Example:  bash ray_start_npu.sh internal/train_grpo_qwen3_32b_32die_true_weight.sh internal/qwen3_32b_env.sh
-# Hardware: 2 Atlas A3 nodes of 16 dies (or 4 Atlas A2 nodes of 8), storage that all of them see
+# Hardware: 2 Atlas A3 nodes of 16 dies (or 4 Atlas A2 nodes of 8), storage shared by all of them
 # Duration: published: 2444 s for the rollout of the first step, at batch 128
 #
 # Variables: NNODES (2), NPUS_PER_NODE (16), MODEL_PATH, TRAIN_FILE (DeepScaleR), TEST_FILE (AIME), OUTPUT_DIR; SMOKE=1
@@ -18,7 +18,7 @@ dies 2 16
 inputs Qwen/Qwen3-32B deepscaler aime
 
 MAX_PROMPT=2048 MAX_RESPONSE=34816
-TRAIN_BATCH=32 MINI_BATCH=32      # one update a step: on-policy
+TRAIN_BATCH=32 MINI_BATCH=32      # one update per step: on-policy
 CP=2
 MAX_NUM_SEQS=128 GRAPH_SIZES="[16,32,64,128]" GPU_MEMORY=0.87
 
@@ -33,7 +33,7 @@ ARGS=(
     data.shuffle=False
     data.train_batch_size="$TRAIN_BATCH"
 
-    # GRPO: 16 responses a prompt, their advantages relative to their mean, and a KL term in the loss.
+    # GRPO: 16 responses per prompt, advantages relative to their mean, and a KL term in the loss.
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=False
     actor_rollout_ref.actor.use_kl_loss=True
@@ -49,7 +49,7 @@ ARGS=(
     actor_rollout_ref.actor.optim.clip_grad=10000
     actor_rollout_ref.actor.ppo_mini_batch_size="$MINI_BATCH"
 
-    # Micro-batches by tokens: a die gets what fits next to the longest sequence, which CP cuts into CP pieces.
+    # Micro-batches by tokens: the budget of a die is the longest sequence, which CP splits into CP pieces.
     actor_rollout_ref.actor.use_dynamic_bsz=True
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(((MAX_PROMPT + MAX_RESPONSE) / CP))
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The GRPO twin of train_gspo_qwen3_tiny_cpu.sh: the same run with token-level ratios and PPO's clipping.
+# The GRPO counterpart of train_gspo_qwen3_tiny_cpu.sh: the same run with token-level ratios and PPO clipping.
 #
 # Usage:    bash ray_start_npu.sh internal/train_grpo_qwen3_tiny_cpu.sh internal/cpu_env.sh [HYDRA_OVERRIDES...]
 # Example:  bash ray_start_npu.sh internal/train_grpo_qwen3_tiny_cpu.sh internal/cpu_env.sh
 # Hardware: 2 cores, 8 GiB
-# Duration: about 3 minutes, half of it starting up
+# Duration: about 3 minutes, half of which is startup
 #
 # Variables: as in train_gspo_qwen3_tiny_cpu.sh, with the defaults below.
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # train_gspo_qwen2_5_3b_8die_fsdp.sh as published for vLLM's async server, without checkpoints.
 #
-# verl 0.7.1 has no other server, so the rest is equal.
+# verl 0.7.1 has no other server, so everything else is the same.
 #
 # Usage:    bash ray_start_npu.sh internal/train_gspo_qwen2_5_3b_8die_async_server.sh internal/qwen2_5_3b_env.sh \
 #               [HYDRA_OVERRIDES...]

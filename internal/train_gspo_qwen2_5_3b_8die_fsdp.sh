@@ -7,7 +7,7 @@
 # Duration: not published
 #
 # Variables: NNODES (1), NPUS_PER_NODE (8), MODEL_PATH, TRAIN_FILE and TEST_FILE (GSM8K), OUTPUT_DIR, WORKERS (enable: verl's
-#            legacy workers; disable: its engine workers), SAVE_FREQ (10), OVERLONG (False: the penalty on responses near the
+#            legacy workers; disable: its engine workers), SAVE_FREQ (10), OVERLONG (False: penalise responses near the
 #            limit); SMOKE=1 runs it scaled down on a CPU (docs/recipes.md)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
@@ -17,9 +17,9 @@ dies 1 8
 inputs Qwen/Qwen2.5-3B-Instruct gsm8k gsm8k
 
 MAX_PROMPT=2048 MAX_RESPONSE=8192 OVERLONG_LEN=4096 OVERLONG_FACTOR=1.0
-TRAIN_BATCH=512 MINI_BATCH=128      # four updates a step, as in the paper
+TRAIN_BATCH=512 MINI_BATCH=128      # four updates per step, as in the paper
 SP=4 GEN_TP=2
-TOKENS_PER_DIE=$((MAX_PROMPT + MAX_RESPONSE))           # SP dies share SP times as many
+TOKENS_PER_DIE=$((MAX_PROMPT + MAX_RESPONSE))           # SP dies share SP times as many tokens
 whole "$DIES" "$SP" "DIES must be a multiple of SP"
 
 ARGS=(
@@ -32,7 +32,7 @@ ARGS=(
     data.shuffle=True
     data.train_batch_size="$TRAIN_BATCH"
 
-    # GSPO: 16 responses a prompt, advantages relative to their mean; ratios and clipping of whole responses (docs/gspo.md).
+    # GSPO: 16 responses per prompt, advantages relative to their mean; ratios and clipping per response (docs/gspo.md).
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=False
     algorithm.kl_ctrl.kl_coef=0.0
@@ -65,7 +65,7 @@ ARGS=(
     actor_rollout_ref.ref.log_prob_max_token_len_per_gpu="$TOKENS_PER_DIE"
     actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu="$TOKENS_PER_DIE"
 
-    # The rollout: vLLM's async server, the only one verl 0.7.1 has; eager, because a 3B model gains little from graphs.
+    # The rollout: vLLM's async server, the only one in verl 0.7.1; eager, because a 3B model gains little from graphs.
     actor_rollout_ref.rollout.name=vllm
     actor_rollout_ref.rollout.mode=async
     actor_rollout_ref.rollout.n=16
@@ -78,7 +78,7 @@ ARGS=(
     actor_rollout_ref.rollout.max_num_batched_tokens=$((MAX_PROMPT + MAX_RESPONSE))
     actor_rollout_ref.rollout.enable_chunked_prefill=True
     actor_rollout_ref.rollout.enforce_eager=True
-    actor_rollout_ref.rollout.calculate_log_probs=True  # training/rollout_probs_diff_*: is it the same model?
+    actor_rollout_ref.rollout.calculate_log_probs=True  # training/rollout_probs_diff_* shows whether it is the same model
     actor_rollout_ref.rollout.val_kwargs.do_sample=True
     actor_rollout_ref.rollout.val_kwargs.temperature=1.0
     actor_rollout_ref.rollout.val_kwargs.top_p=0.7

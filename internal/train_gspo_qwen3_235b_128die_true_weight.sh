@@ -5,8 +5,8 @@
 #               [HYDRA_OVERRIDES...]
 # Example:  DIST_CKPT_PATH=/shared/Qwen3-235B-A22B-mcore bash ray_start_npu.sh \
 #               internal/train_gspo_qwen3_235b_128die_true_weight.sh internal/qwen3_235b_env.sh
-# Hardware: 8 Atlas A3 nodes of 16 dies, storage that all of them see
-# Duration: not published; that of the GRPO recipe, and three more updates a step
+# Hardware: 8 Atlas A3 nodes of 16 dies, storage shared by all of them
+# Duration: not published; that of the GRPO recipe plus three more updates per step
 #
 # Variables: NNODES (8), NPUS_PER_NODE (16), MODEL_PATH, DIST_CKPT_PATH (MODEL_PATH-mcore), TRAIN_FILE (DeepScaleR),
 #            TEST_FILE (AIME), OUTPUT_DIR; SMOKE=1 runs it scaled down on a CPU (docs/recipes.md)
@@ -20,7 +20,7 @@ inputs Qwen/Qwen3-235B-A22B deepscaler aime
 distributed_checkpoint
 
 MAX_PROMPT=2048 MAX_RESPONSE=32768
-TRAIN_BATCH=512 MINI_BATCH=128      # four updates a step, as in the paper: clipping has work to do
+TRAIN_BATCH=512 MINI_BATCH=128      # four updates per step, as in the paper, so that clipping matters
 CP=4 TRUE_WEIGHTS=1
 MAX_NUM_SEQS=256 GRAPH_SIZES="[32,64,128,256]" GPU_MEMORY=0.87
 
@@ -35,7 +35,7 @@ ARGS=(
     data.shuffle=False
     data.train_batch_size="$TRAIN_BATCH"
 
-    # GSPO: 16 responses a prompt, advantages relative to their mean; ratios and clipping of whole responses (docs/gspo.md).
+    # GSPO: 16 responses per prompt, advantages relative to their mean; ratios and clipping per response (docs/gspo.md).
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=False
     actor_rollout_ref.actor.policy_loss.loss_mode=gspo
@@ -54,7 +54,7 @@ ARGS=(
     actor_rollout_ref.actor.optim.clip_grad=10000
     actor_rollout_ref.actor.ppo_mini_batch_size="$MINI_BATCH"
 
-    # Micro-batches by tokens: a die gets what fits next to the longest sequence, which CP cuts into CP pieces.
+    # Micro-batches by tokens: the budget of a die is the longest sequence, which CP splits into CP pieces.
     actor_rollout_ref.actor.use_dynamic_bsz=True
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(((MAX_PROMPT + MAX_RESPONSE) / CP))
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1

@@ -4,7 +4,7 @@
 # Usage:    bash ray_start_npu.sh internal/train_gspo_qwen3_32b_64die_true_weight.sh internal/qwen3_32b_env.sh \
 #               [HYDRA_OVERRIDES...]
 # Example:  bash ray_start_npu.sh internal/train_gspo_qwen3_32b_64die_true_weight.sh internal/qwen3_32b_env.sh
-# Hardware: 4 Atlas A3 nodes of 16 dies (or 8 Atlas A2 nodes of 8), storage that all of them see
+# Hardware: 4 Atlas A3 nodes of 16 dies (or 8 Atlas A2 nodes of 8), storage shared by all of them
 # Duration: not published
 #
 # Variables: NNODES (4), NPUS_PER_NODE (16), MODEL_PATH, TRAIN_FILE (DAPO-Math-17k), TEST_FILE (AIME), OUTPUT_DIR; SMOKE=1
@@ -17,9 +17,9 @@ dies 4 16
 inputs Qwen/Qwen3-32B dapo_math aime
 
 MAX_PROMPT=16384 MAX_RESPONSE=16384
-TRAIN_BATCH=256 MINI_BATCH=64       # four updates a step
+TRAIN_BATCH=256 MINI_BATCH=64       # four updates per step
 SP=4 GEN_TP=4
-TOKENS_PER_DIE=$(((MAX_PROMPT + MAX_RESPONSE) / SP))    # Ulysses cuts a sequence into SP pieces
+TOKENS_PER_DIE=$(((MAX_PROMPT + MAX_RESPONSE) / SP))    # Ulysses splits a sequence into SP pieces
 whole "$DIES" "$SP" "DIES must be a multiple of SP"
 whole "$DIES" "$GEN_TP" "DIES must be a multiple of GEN_TP"
 
@@ -31,7 +31,7 @@ ARGS=(
     data.truncation=left
     data.train_batch_size="$TRAIN_BATCH"
 
-    # GSPO: 16 responses a prompt, advantages relative to their mean; ratios and clipping of whole responses (docs/gspo.md).
+    # GSPO: 16 responses per prompt, advantages relative to their mean; ratios and clipping per response (docs/gspo.md).
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=False
     algorithm.kl_ctrl.kl_coef=0.0
@@ -48,7 +48,7 @@ ARGS=(
     actor_rollout_ref.actor.optim.weight_decay=0.1
     actor_rollout_ref.actor.grad_clip=1.0
 
-    # The trainer: FSDP2 over all dies. Memory: offload, recomputed activations, entropy by chunks and recomputed.
+    # The trainer: FSDP2 over all dies. Memory: offload, recomputed activations, chunked and recomputed entropy.
     actor_rollout_ref.model.path="$MODEL_PATH"
     actor_rollout_ref.model.use_remove_padding=True
     actor_rollout_ref.model.enable_gradient_checkpointing=True
@@ -70,7 +70,7 @@ ARGS=(
     actor_rollout_ref.ref.log_prob_max_token_len_per_gpu="$TOKENS_PER_DIE"
     actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu="$TOKENS_PER_DIE"
 
-    # The rollout: 16 servers at 64 dies, 256 sequences each. Graphs for decoding only, one for each batch size listed.
+    # The rollout: 16 servers on 64 dies, 256 sequences each. Graphs for decoding only, one per listed batch size.
     actor_rollout_ref.rollout.name=vllm
     actor_rollout_ref.rollout.n=16
     actor_rollout_ref.rollout.temperature=1.0
@@ -86,7 +86,7 @@ ARGS=(
     actor_rollout_ref.rollout.free_cache_engine=True
     "actor_rollout_ref.rollout.cudagraph_capture_sizes=[8,16,32,64,128,192,256]"
     +actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY
-    actor_rollout_ref.rollout.calculate_log_probs=True  # training/rollout_probs_diff_*: is it the same model?
+    actor_rollout_ref.rollout.calculate_log_probs=True  # training/rollout_probs_diff_* shows whether it is the same model
     actor_rollout_ref.rollout.val_kwargs.do_sample=True
     actor_rollout_ref.rollout.val_kwargs.temperature=1.0
     actor_rollout_ref.rollout.val_kwargs.top_p=0.7

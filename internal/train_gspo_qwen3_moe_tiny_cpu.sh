@@ -5,9 +5,9 @@
 #               internal/cpu_megatron_env.sh [HYDRA_OVERRIDES...]
 # Example:  NPUS_PER_NODE=2 bash ray_start_npu.sh internal/train_gspo_qwen3_moe_tiny_cpu.sh internal/cpu_megatron_env.sh
 # Hardware: 2 cores, 12 GiB
-# Duration: about 3 minutes, two thirds of it starting up
+# Duration: about 3 minutes, two thirds of which is startup
 #
-# Variables: STEPS (80), NNODES (1), NPUS_PER_NODE (2 here: a worker and a vLLM server each), EP (2), PP (1),
+# Variables: STEPS (80), NNODES (1), NPUS_PER_NODE (2 here, each with a worker and a vLLM server), EP (2), PP (1),
 #            DATA_DIR (data/tiny_moe), OUTPUT_DIR (outputs/gspo_qwen3_moe_tiny_cpu), LOSS_MODE (gspo),
 #            LOSS_AGG_MODE (seq-mean-token-mean), CLIP_RATIO_LOW and CLIP_RATIO_HIGH (0.003, 0.004)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -22,12 +22,12 @@ NNODES="${NNODES:-1}" NPUS_PER_NODE="${NPUS_PER_NODE:-1}"
 [ $((NNODES * NPUS_PER_NODE % (EP * PP))) = 0 ] ||
     die "EP=$EP x PP=$PP needs a multiple of $((EP * PP)) workers, there are $((NNODES * NPUS_PER_NODE)): set NPUS_PER_NODE"
 importable transformer_engine ||
-    die "no TransformerEngine and no stand-in for it: give internal/cpu_megatron_env.sh as the environment script"
+    die "TransformerEngine and its stub are both missing: use internal/cpu_megatron_env.sh as the environment script"
 python -m ascend_rl.tiny --out "$DATA_DIR" --moe --warm-start 0.85
 
 ARGS=(
     --config-name=ppo_megatron_trainer
-    # The group: 4 samples a prompt, advantages relative to their mean.
+    # The group: 4 samples per prompt, advantages relative to their mean.
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=False
     data.train_files="$DATA_DIR/train.parquet"
@@ -38,7 +38,7 @@ ARGS=(
     data.filter_overlong_prompts=False
     data.truncation=error
     data.dataloader_num_workers=0
-    reward.custom_reward_function.path="$ROOT/ascend_rl/tiny.py"
+    reward.custom_reward_function.path="$ROOT/ascend_rl/recipe/tiny.py"
     reward.custom_reward_function.name=compute_score
     reward.num_workers=1
 
@@ -55,7 +55,7 @@ ARGS=(
     actor_rollout_ref.actor.optim.lr_decay_style=cosine
     actor_rollout_ref.actor.optim.min_lr=4e-5
 
-    # The trainer: Megatron in fp32 over gloo; experts are shared out over the workers, the rest is replicated.
+    # The trainer: Megatron in fp32 over gloo; experts are distributed over the workers, the rest is replicated.
     actor_rollout_ref.model.path="$DATA_DIR/model"
     actor_rollout_ref.actor.strategy=megatron
     actor_rollout_ref.actor.megatron.dtype=float32

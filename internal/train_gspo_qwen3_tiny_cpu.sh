@@ -4,9 +4,9 @@
 # Usage:    bash ray_start_npu.sh internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh [HYDRA_OVERRIDES...]
 # Example:  bash ray_start_npu.sh internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh trainer.total_training_steps=20
 # Hardware: 2 cores, 8 GiB
-# Duration: about 3 minutes, half of it starting up
+# Duration: about 3 minutes, half of which is startup
 #
-# Variables: STEPS (80), NNODES (1), NPUS_PER_NODE (1 worker and vLLM server each), DATA_DIR (data/tiny),
+# Variables: STEPS (80), NNODES (1), NPUS_PER_NODE (1, each with a worker and a vLLM server), DATA_DIR (data/tiny),
 #            OUTPUT_DIR (outputs/gspo_qwen3_tiny_cpu), LOSS_MODE (gspo), LOSS_AGG_MODE (seq-mean-token-mean),
 #            CLIP_RATIO_LOW and CLIP_RATIO_HIGH (0.003, 0.004), MAIN (main_ppo: the module of verl.trainer)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -20,7 +20,7 @@ LOSS_MODE="${LOSS_MODE:-gspo}"
 python -m ascend_rl.tiny --out "$DATA_DIR"
 
 ARGS=(
-    # The group: 4 samples a prompt, advantages relative to their mean.
+    # The group: 4 samples per prompt, advantages relative to their mean.
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=False
     data.train_files="$DATA_DIR/train.parquet"
@@ -31,12 +31,12 @@ ARGS=(
     data.filter_overlong_prompts=False
     data.truncation=error
     data.dataloader_num_workers=0
-    reward.custom_reward_function.path="$ROOT/ascend_rl/tiny.py"
+    reward.custom_reward_function.path="$ROOT/ascend_rl/recipe/tiny.py"
     reward.custom_reward_function.name=compute_score
     reward.num_workers=1
 
-    # The loss. Two updates a step, so that the second one is off-policy and clipping has work to do. The bounds
-    # are ten times those of the paper because the learning rate of a tiny model is hundreds of times that of a 32B.
+    # The loss. Two updates per step, so that the second is off-policy and clipping matters. The bounds are ten times
+    # those of the paper because a tiny model's learning rate is hundreds of times that of a 32B model.
     actor_rollout_ref.actor.policy_loss.loss_mode="$LOSS_MODE"
     actor_rollout_ref.actor.loss_agg_mode="${LOSS_AGG_MODE:-seq-mean-token-mean}"
     actor_rollout_ref.actor.clip_ratio_low="${CLIP_RATIO_LOW:-0.003}"

@@ -1,22 +1,22 @@
 # shellcheck shell=bash
-# Environment of ROLL on Ascend, sourced before Ray starts. Every variable with its reason; set one before to override.
+# Environment of ROLL on Ascend, sourced before Ray starts. Each variable has its reason; set one beforehand to override it.
 # What differs between training and rollout (TASK_QUEUE_ENABLE, PYTORCH_NPU_ALLOC_CONF) is in internal/roll/conf/ascend.yaml.
 
-# Collectives: an hour for ranks that wait for others to load or generate; no deterministic order; kernels launched by the
-# vector cores; free ports, so that runs and processes on one node do not meet.
+# Collectives: an hour for ranks that wait for others to load or generate; no deterministic order; expanded on the vector
+# cores; free ports, so that runs and processes on one node do not collide.
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-3600}" HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-3600}"
 export HCCL_DETERMINISTIC="${HCCL_DETERMINISTIC:-false}" HCCL_OP_EXPANSION_MODE="${HCCL_OP_EXPANSION_MODE:-AIV}"
 export HCCL_IF_BASE_PORT="${HCCL_IF_BASE_PORT:-23456}"
 export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
 export HCCL_NPU_SOCKET_PORT_RANGE="${HCCL_NPU_SOCKET_PORT_RANGE:-auto}"
-# Memory shared by streams, and small operators combined.
+# Let streams reuse each other's memory, and combine small operators.
 export MULTI_STREAM_MEMORY_REUSE="${MULTI_STREAM_MEMORY_REUSE:-1}" COMBINED_ENABLE="${COMBINED_ENABLE:-1}"
-# Processes bound to cores near their NPU; many workers, so one OpenMP thread each.
+# Bind processes to cores near their NPU; one OpenMP thread each, as there are many workers.
 export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-2}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# vLLM: weights of the MLP fetched ahead; the NZ format off, because weights in it cannot be updated.
+# vLLM: prefetch the MLP's weights; NZ format off, because weights in it cannot be updated.
 export VLLM_ASCEND_ENABLE_PREFETCH_MLP="${VLLM_ASCEND_ENABLE_PREFETCH_MLP:-1}"
 export VLLM_ASCEND_ENABLE_NZ="${VLLM_ASCEND_ENABLE_NZ:-0}"
-# Compiled operators kept between runs: the first request after a start takes minutes without them.
+# Keep compiled operators between runs: without them the first request after a start takes minutes.
 export ACL_OP_COMPILER_CACHE_MODE="${ACL_OP_COMPILER_CACHE_MODE:-enable}"
 export ACL_OP_COMPILER_CACHE_DIR="${ACL_OP_COMPILER_CACHE_DIR:-/tmp/npu_cache}"
 export ASCEND_MAX_OP_CACHE_SIZE="${ASCEND_MAX_OP_CACHE_SIZE:-5000}"
