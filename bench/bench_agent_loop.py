@@ -1,0 +1,91 @@
+"""How long verl's agent loop takes to send a rollout's requests, with one instance for all and with one each.
+
+    python bench/bench_agent_loop.py [--requests 1024]
+
+One worker of verl, with the real tokenizer, agent loop and load balancer; its server answers at once with 8
+tokens. Prints when the last request of a batch reaches the server and when the batch is complete, and writes
+bench/results/agent_loop.json. Needs data/tiny (made by quickstart.sh).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/patched")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--requests", type=int, default=1024, help="of one worker; 235B: 8192 over 8 (default %(default)s)"
+    )
+    parser.add_argument("--model", type=Path, default=ROOT / "data/tiny/model", help="for its tokenizer")
+    parser.add_argument("--repeats", type=int, default=5, help="of each; medians are printed")
+    arguments = parser.parse_args()
+
+    import numpy as np
+    import torch
+    from counting_servers import make_manager, remote
+
+    from verl import DataProto
+    from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+    from verl.workers.rollout.replica import TokenOutput
+
+    class Server:
+        last = 0.0
+
+        async def generate(self, **kwargs):
+            self.last = time.perf_counter()
+            return TokenOutput(token_ids=[5] * 8, num_preempted=0)
+
+    server, worker = Server(), make_manager(arguments.model).workers[0]
+    ids = worker.server_manager._server_id_to_handle
+    worker.server_manager._server_id_to_handle = dict.fromkeys(ids, remote(server))
+    messages = np.empty(arguments.requests, dtype=object)
+    messages[:] = [
+        [{"role": "user", "content": f"{i % 90 + 10}+{i // 90 % 90}"}] for i in range(len(messages))
+    ]
+
+    def rollout() -> tuple[float, float]:
+        """Seconds until the last request was sent, and until the batch was complete."""
+        batch = DataProto.from_dict(
+            tensors={"unused": torch.zeros(len(messages), 1)}, non_tensors={"raw_prompt": messages}
+        )
+        started = time.perf_counter()
+        assert len(asyncio.run(worker.generate_sequences(batch))) == len(messages)
+        return server.last - started, time.perf_counter() - started
+
+    rows = {"one instance a request": False, "one instance a worker": True}
+    taken = {name: [] for name in rows}
+    rollout()
+    for _ in range(arguments.repeats):
+        for name, stateless in rows.items():
+            SingleTurnAgentLoop.stateless = stateless
+            taken[name].append(rollout())
+    found = {
+        name: dict(
+            zip(("sent_s", "complete_s"), map(statistics.median, zip(*times, strict=True)), strict=True)
+        )
+        for name, times in taken.items()
+    }
+    print(f"{arguments.requests} requests of one worker, median of {arguments.repeats}")
+    print(f"{'':<24} {'last sent s':>11} {'complete s':>10} {'ms/request':>10}")
+    for name, row in found.items():
+        each = 1000 * row["complete_s"] / arguments.requests
+        print(f"{name:<24} {row['sent_s']:>11.2f} {row['complete_s']:>10.2f} {each:>10.2f}")
+    path = ROOT / "bench/results/agent_loop.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"requests": arguments.requests, "rows": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
