@@ -1,24 +1,29 @@
 #!/usr/bin/env bash
 # Make the patched frameworks and ascend_rl importable everywhere, including Ray workers.
 #
-# Usage:    bash build_project.sh --target cpu|npu
+# Usage:    bash build_project.sh --target cpu|npu [--soc CHIP]
 # Example:  bash build_project.sh --target cpu
+#           bash build_project.sh --target npu --soc ascend910_9391     # on a build server without NPUs
 # Hardware: cpu: any Linux with Python 3.11; npu: the Ascend image.
 # Duration: cpu: 1-3 minutes the first time (about 3 GB of packages, all compiled), seconds when nothing changed.
+#           npu: as long as vllm-ascend takes to compile (not measured), seconds when nothing changed.
 #
 #   cpu  creates .venv from requirements-cpu.txt. Variables:
 #          PYTHON           the Python 3.11 to build it with (default: python3)
 #          TORCH_INDEX_URL  take torch from this package index instead, e.g. one with CPU-only wheels (5 GB less)
-#   npu  uses the Python of the image (PYTHON, default: python3) and adds only a .pth file to it.
+#   npu  uses the Python of the image (PYTHON, default: python3) and adds only a .pth file and metadata to it. Compiles
+#        vllm-ascend for the chip that npu-smi shows, or for --soc (or SOC_VERSION): its wheel is for Atlas A2 only. Needs
+#        CANN (its set_env.sh is sourced if it was not); MAX_JOBS limits the compilers (default: all cores). After an interruption it goes on.
 #
 # Downloads and patches the frameworks first if necessary. At the end it imports each of them from frameworks/ and compiles
 # what is new, which would otherwise cost each process of a run ten seconds (patches/bytecode.py).
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
-TARGET=
+TARGET='' SOC=()
 while [ $# -gt 0 ]; do
     case "$1" in
     --target) TARGET="${2:-}"; shift 2 || die "--target needs a value: cpu or npu" ;;
+    --soc) SOC=(--soc "${2:-}"); shift 2 || die "--soc needs a value, e.g. ascend910_9391" ;;
     -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;;
     *) die "unknown argument '$1'; see: bash build_project.sh -h" ;;
     esac
@@ -71,6 +76,13 @@ if [ "$TARGET" = cpu ]; then
     PYTHON="$VENV_PYTHON"
 fi
 
+if [ "$TARGET" = npu ] && [ -z "${ASCEND_TOOLKIT_HOME:-}${ASCEND_HOME_PATH:-}" ]; then
+    for script in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal/atb/set_env.sh; do
+        # shellcheck disable=SC1090  # CANN's own, which reads unset variables
+        [ ! -f "$script" ] || { set +u; . "$script"; set -u; }
+    done
+fi
+
 bash download_frameworks_source_code.sh
 bash apply_all_patches.sh
-run "$PYTHON" patches/install.py --target "$TARGET"
+run "$PYTHON" patches/install.py --target "$TARGET" "${SOC[@]}"

@@ -4,11 +4,13 @@
 # Usage:    bash run_container.sh [OPTIONS] NAME IMAGE [COMMAND...]
 # Example:  bash run_container.sh --build --mount /data qwen3 ascend-rl:latest
 #           bash run_container.sh --dry-run --devices 0-7 qwen3 ascend-rl:latest
-# Hardware: an aarch64 Ascend host with the driver installed, and docker (or podman: ENGINE=podman)
+# Hardware: an aarch64 Ascend host with the driver installed, and docker (or podman: ENGINE=podman). --build also works on a
+#           host without NPUs, where no container is started.
 # Duration: seconds; with --build about half an hour the first time (an estimate, not measured)
 #
 #   --build           build IMAGE from the Dockerfile here, with the pins of frameworks.lock
 #   --mooncake        with --build: add Mooncake
+#   --soc CHIP        with --build: the chip to compile vllm-ascend for (default ascend910_9391, an Atlas A3)
 #   --devices LIST    NPUs to pass, e.g. 0-7 or 0,2,4 (default: all of the host)
 #   --mount PATH      a directory for data, weights or results, at the same path inside; may be repeated
 #   --shm-size SIZE   shared memory (default 64g), used by Ray's object store and vLLM's queues
@@ -23,7 +25,7 @@
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
 ENGINE="${ENGINE:-docker}" SHM_SIZE=64g
-BUILD='' MOONCAKE='' DRY_RUN='' DEVICES='' FLAGS=() MOUNTS=()
+BUILD='' MOONCAKE='' SOC='' DRY_RUN='' DEVICES='' FLAGS=() MOUNTS=()
 while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;;
@@ -31,9 +33,9 @@ while [ $# -gt 0 ]; do
     --mooncake) MOONCAKE=1; shift ;;
     --dry-run) DRY_RUN=1; shift ;;
     --privileged) FLAGS+=(--privileged); shift ;;
-    --devices | --mount | --shm-size)
+    --devices | --mount | --shm-size | --soc)
         [ $# -gt 1 ] || die "$1 needs a value; see: bash run_container.sh -h"
-        case "$1" in --devices) DEVICES="$2" ;; --mount) MOUNTS+=("$2") ;; *) SHM_SIZE="$2" ;; esac
+        case "$1" in --devices) DEVICES="$2" ;; --mount) MOUNTS+=("$2") ;; --soc) SOC="$2" ;; *) SHM_SIZE="$2" ;; esac
         shift 2
         ;;
     -*) die "unknown option '$1'; see: bash run_container.sh -h" ;;
@@ -68,32 +70,34 @@ shopt -s nullglob
 found=()
 for node in /dev/davinci[0-9]*; do found+=("${node#/dev/davinci}"); done
 mapfile -t found < <(printf '%s\n' "${found[@]}" | sort -n)
-[ -n "${found[*]}" ] || die "no /dev/davinci* here: is the Ascend driver installed, and does 'npu-smi info' list the NPUs?"
-wanted=()
-[ -n "$DEVICES" ] || wanted=("${found[@]}")
-for part in ${DEVICES//,/ }; do
-    [[ "$part" =~ ^([0-9]+)(-([0-9]+))?$ ]] || die "--devices is a list like 0-7 or 0,2,4; '$part' is not"
-    mapfile -t -O ${#wanted[@]} wanted < <(seq "${BASH_REMATCH[1]}" "${BASH_REMATCH[3]:-${BASH_REMATCH[1]}}")
-done
-[ ${#wanted[@]} -gt 0 ] || die "--devices '$DEVICES' selects no NPU"
-for number in "${wanted[@]}"; do
-    [ -e "/dev/davinci$number" ] || die "/dev/davinci$number does not exist; this host has: ${found[*]}"
-    FLAGS+=("--device=/dev/davinci$number")
-done
-for node in /dev/davinci_manager /dev/devmm_svm /dev/hisi_hdc; do
-    [ -e "$node" ] || die "$node does not exist: the Ascend driver is not loaded; see: lsmod | grep drv_, dmesg"
-    FLAGS+=("--device=$node")
-done
+[ -n "${found[*]}$BUILD" ] || die "no /dev/davinci* here: is the Ascend driver installed, and does 'npu-smi info' list the NPUs?"
+if [ -n "${found[*]}" ]; then
+    wanted=()
+    [ -n "$DEVICES" ] || wanted=("${found[@]}")
+    for part in ${DEVICES//,/ }; do
+        [[ "$part" =~ ^([0-9]+)(-([0-9]+))?$ ]] || die "--devices is a list like 0-7 or 0,2,4; '$part' is not"
+        mapfile -t -O ${#wanted[@]} wanted < <(seq "${BASH_REMATCH[1]}" "${BASH_REMATCH[3]:-${BASH_REMATCH[1]}}")
+    done
+    [ ${#wanted[@]} -gt 0 ] || die "--devices '$DEVICES' selects no NPU"
+    for number in "${wanted[@]}"; do
+        [ -e "/dev/davinci$number" ] || die "/dev/davinci$number does not exist; this host has: ${found[*]}"
+        FLAGS+=("--device=/dev/davinci$number")
+    done
+    for node in /dev/davinci_manager /dev/devmm_svm /dev/hisi_hdc; do
+        [ -e "$node" ] || die "$node does not exist: the Ascend driver is not loaded; see: lsmod | grep drv_, dmesg"
+        FLAGS+=("--device=$node")
+    done
 
-# The driver must match the host's kernel, so it is mounted; the rest of CANN is in the image.
-for path in /usr/local/Ascend/driver /usr/local/dcmi /usr/local/bin/npu-smi /etc/ascend_install.info; do
-    [ -e "$path" ] || die "$path does not exist: install the Ascend driver (HDK $(pin hdk)) on this host"
-    FLAGS+=("--volume=$path:$path:ro")
-done
-[ -e /etc/hccn.conf ] || log "no /etc/hccn.conf: the NPUs have no network addresses, so runs stay on one node"
-for path in /etc/hccn.conf /usr/local/Ascend/add-ons /usr/local/sbin /etc/localtime; do
-    [ ! -e "$path" ] || FLAGS+=("--volume=$path:$path:ro")
-done
+    # The driver must match the host's kernel, so it is mounted; the rest of CANN is in the image.
+    for path in /usr/local/Ascend/driver /usr/local/dcmi /usr/local/bin/npu-smi /etc/ascend_install.info; do
+        [ -e "$path" ] || die "$path does not exist: install the Ascend driver (HDK $(pin hdk)) on this host"
+        FLAGS+=("--volume=$path:$path:ro")
+    done
+    [ -e /etc/hccn.conf ] || log "no /etc/hccn.conf: the NPUs have no network addresses, so runs stay on one node"
+    for path in /etc/hccn.conf /usr/local/Ascend/add-ons /usr/local/sbin /etc/localtime; do
+        [ ! -e "$path" ] || FLAGS+=("--volume=$path:$path:ro")
+    done
+fi
 for path in "${MOUNTS[@]}"; do
     [[ "$path" = /* && -d "$path" ]] || die "--mount $path: not the absolute path of a directory on this host"
     FLAGS+=("--volume=$path:$path")
@@ -110,10 +114,15 @@ fi
 if [ -n "$BUILD" ]; then
     args=("--build-arg=CANN_IMAGE=$(pin image)")
     [ -z "$MOONCAKE" ] || args+=("--build-arg=MOONCAKE=$(pin mooncake)")
+    [ -z "$SOC" ] || args+=("--build-arg=SOC_VERSION=$SOC")
     for name in REGISTRY DNF_MIRROR GIT_MIRROR PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_TRUSTED_HOST http_proxy https_proxy no_proxy; do
         [ -z "${!name:-}" ] || args+=("--build-arg=$name=${!name}")
     done
     engine build "${args[@]}" -t "$IMAGE" -f "$ROOT/Dockerfile.vllm_ascend.mindspeed.qwen3" "$ROOT"
+fi
+if [ -z "${found[*]}" ]; then
+    log "this host has no NPUs (/dev/davinci*), so no container is started"
+    exit 0
 fi
 # Pinned pages for RDMA need memlock; Ray opens many files and sockets.
 engine run -dit --name "$NAME" --init --network=host "--shm-size=$SHM_SIZE" --ulimit=memlock=-1:-1 \

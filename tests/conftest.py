@@ -31,7 +31,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # On the path for this import alone: patches/megatron and patches/vllm_ascend would pass for these packages.
 sys.path.append(str(ROOT / "patches"))
-importlib.import_module("sources")
+importlib.import_module("ascend_build")  # and with it sources
 sys.path.remove(str(ROOT / "patches"))
 
 

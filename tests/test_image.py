@@ -7,7 +7,6 @@ namespaces of the kernel (unshare), so that the scripts run unchanged and see no
 from __future__ import annotations
 
 import email
-import os
 import re
 import shlex
 import shutil
@@ -15,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ascend_host import MIRROR, make_host
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -136,7 +137,7 @@ def test_the_dockerfile_pins_nothing_itself():
     assert "requirements.txt" in dict(reversed(steps()))["COPY"]
 
 
-def copy_step(arguments: str, image: Path) -> None:
+def copy_step(arguments: str, context: Path, image: Path) -> None:
     """COPY, as far as this Dockerfile uses it: files of the context that .dockerignore does not name."""
     *sources, target = arguments.split()
     ignored = [
@@ -146,60 +147,44 @@ def copy_step(arguments: str, image: Path) -> None:
     ]
     for source in sources:
         if source == ".":
-            shutil.copytree(ROOT, image, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*ignored))
+            shutil.copytree(context, image, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*ignored))
         else:
             (image / target).mkdir(exist_ok=True)
-            shutil.copy(ROOT / source, image / target)
+            shutil.copy(context / source, image / target)
 
 
-@pytest.mark.skipif(not (ROOT / "frameworks/vllm_ascend").exists(), reason="no vllm_ascend checkout")
+@pytest.mark.skipif(not MIRROR.exists(), reason="no git repository of vllm-ascend at hand")
 def test_the_steps_after_the_packages_run_with_what_is_copied_before_them(tmp_path):
-    """Downloads and builds for the NPU in a copy that holds what the image would hold, and in a bare Python.
+    """Downloads and builds for the NPU in a directory that holds what the image would hold at that step.
 
     The sources come from this checkout instead of the network; MindSpeed has no wheel, so its line is left
     out where it is not there.
     """
-    image, python = tmp_path / "image", tmp_path / "python"
+    host = make_host(tmp_path)
+    image = host.root.with_name("image")
     image.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", python], check=True)
-    shutil.copytree(
-        ROOT / "frameworks",
-        image / "frameworks",
-        symlinks=True,
-        ignore=shutil.ignore_patterns(".tmp-*", ".old-*", ".bump-*"),
-    )
-    env = {"PATH": f"{python}/bin:{os.environ['PATH']}", "HOME": str(tmp_path), "LANG": "C.UTF-8"}
+    (host.root / "frameworks").rename(image / "frameworks")
+    arguments_of = {
+        name: default for name, _, default in (a.partition("=") for i, a in steps() if i == "ARG")
+    }
     ran = []
     for instruction, arguments in steps():
         if instruction == "COPY":
-            copy_step(arguments, image)
+            copy_step(arguments, host.root, image)
         if instruction == "RUN" and ("download_" in arguments or "build_project" in arguments):
             if not (ROOT / "frameworks/mindspeed").exists():
                 arguments = arguments.replace("&& ./download_frameworks_source_code.sh --only mindspeed", "")
             command = ["bash", "-euo", "pipefail", "-c", arguments]
-            result = subprocess.run(
-                command,
-                cwd=image,
-                env=env,
-                timeout=600,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            result = replace(host, root=image).run(*command, **arguments_of)
             assert result.returncode == 0, result.stdout + result.stderr
             ran.append(arguments)
     assert len(ran) == 2
     packages = ("verl", "vllm", "vllm_ascend", "ascend_rl")
-    code = (
-        "import importlib.util as u, importlib.metadata as m; print(m.version('vllm')); "
-        f"print(*(u.find_spec(name).origin for name in {packages}), sep='\\n')"
+    *found, series = host.says(
+        f"import importlib.util as u; print(*(u.find_spec(name).origin for name in {packages}), sep='\\n'); "
+        "from vllm_ascend import _build_info; print(_build_info.__device_type__)"
     )
-    out = subprocess.run(
-        [python / "bin/python", "-c", code], cwd="/", env=env, check=True, capture_output=True, text=True
-    ).stdout.split()
-    assert out[0].endswith("+empty")
-    assert [Path(path).is_relative_to(image) for path in out[1:]] == [True] * 4
+    assert [Path(path).is_relative_to(image) for path in found] == [True] * 4 and series == "A3"
 
 
 # run_container.sh and clean_cache.sh, in namespaces.
@@ -279,6 +264,17 @@ def test_container_options():
         f"--device=/dev/davinci{n}" for n in (2, 10, 11, 12)
     ]
     assert {"--privileged", "--shm-size=1g"} <= set(run)
+
+
+@needs_namespaces
+def test_a_build_server_needs_no_npus():
+    result = container(
+        "--dry-run --build --soc ascend910_9381 a b",
+        "rm /dev/davinci?*; rmdir /usr/local/Ascend/driver\n",
+    )
+    assert result.returncode == 0 and "no container is started" in result.stderr
+    (build,) = map(shlex.split, result.stdout.splitlines())
+    assert build[:2] == ["docker", "build"] and "--build-arg=SOC_VERSION=ascend910_9381" in build
 
 
 @needs_namespaces

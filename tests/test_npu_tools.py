@@ -53,6 +53,13 @@ def test_an_a2_node_of_a_newer_tool(sample):
     assert processes == [Process(5, 0, 731942, "", 51410)]
 
 
+def test_the_chip_is_named_as_its_compiler_names_it(env, root):
+    for name, chip in (("a3_healthy", "ascend910_9391"), ("a2_busy", "ascend910b3")):
+        assert npu_tools.chip_name(env | {"NPU_SAMPLES": str(root / "tests/samples" / name)}) == chip
+    with pytest.raises(ToolError, match="dcmi"):
+        npu_tools.chip_name(env | {"NPU_SAMPLES": str(root / "tests/samples/no_driver")})
+
+
 def test_what_is_no_table_is_refused(sample):
     with pytest.raises(ToolError, match="dcmi model initialized failed"):
         npu_tools.parse_npu_smi(sample("no_driver/npu_smi_info.txt"))

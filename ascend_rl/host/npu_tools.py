@@ -153,6 +153,24 @@ def parse_fields(text: str) -> list[dict[str, str]]:
     return blocks
 
 
+def chip_name(env: Mapping[str, str] | None = None) -> str:
+    """The chip of the first NPU, as CANN and vllm-ascend's SOC_VERSION name it: ascend910_9391, ascend910b3.
+
+    An A2 prints "Ascend" as Chip Type and "910B3" as Chip Name; an A3 no type, "Ascend910" and an NPU Name.
+
+    Raises:
+        ToolError: npu-smi is absent or fails, or names no chip.
+    """
+    dies, _ = parse_npu_smi(run(["npu-smi", "info"], env))
+    npu = str(dies[0].npu)
+    blocks = parse_fields(run(["npu-smi", "info", "-t", "board", "-i", npu, "-c", "0"], env))
+    fields = {key: value for block in blocks for key, value in block.items()}  # of one chip, in any order
+    kind, chip, name = (fields.get(key, "") for key in ("Chip Type", "Chip Name", "NPU Name"))
+    if not chip or not (kind or name):
+        raise ToolError(f"`npu-smi info -t board -i {npu} -c 0` names no chip")
+    return (kind + chip if kind else f"{chip}_{name}").lower()
+
+
 def parse_equals(text: str) -> dict[str, str]:
     """`name=value` lines of version.info and ascend_toolkit_install.info, names in lower case."""
     pairs = (line.partition("=") for line in text.splitlines())

@@ -1,0 +1,162 @@
+"""A place to run build_project.sh --target npu: what the Ascend image would hold, with stubs for CANN.
+
+The checkout and its frameworks are copied. vllm_ascend comes from a git repository with the files of the pin;
+its submodule, which is not at hand, is an empty one. Of CANN, the compilers are replaced by `cmake` and
+`bisheng`, which record how they are called and leave files of the names that the real ones make.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import sources
+
+ROOT = Path(__file__).resolve().parent.parent
+MIRROR = ROOT.parent / "shared/mirrors/vllm-ascend.git"
+SUBMODULE = "csrc/third_party/catlass"
+
+CMAKE = """#!/bin/bash
+# Records each call. Configuring remembers the prefix; the package of csrc/build.sh is a script that installs.
+[ "$1" != --version ] || exec echo "cmake version 3.28.0"
+echo "SOC=$SOC_VERSION CANN=$ASCEND_HOME_PATH $(basename "$PWD"): $*" >>"@LOG@"
+case " $* " in
+*" --target package "*)
+    made=../output/CANN-custom_ops.run
+    printf '#!/bin/bash\\nmkdir -p ${1#*=}/vendors && touch ${1#*=}/vendors/op.so\\n' >$made
+    chmod +x $made
+    ;;
+*" --build "*)
+    [ ! -e "@LOG@.fails" ] || { echo "error: no space left" >&2; exit 2; }
+    echo compiled >>objects
+    ;;
+*" --install "*) cp objects "$(cat prefix)/vllm_ascend_C.cpython-311-$(uname -m)-linux-gnu.so" ;;
+*) for word in "$@"; do case $word in -DCMAKE_INSTALL_PREFIX=*) echo "${word#*=}" >prefix ;; esac; done ;;
+esac
+"""
+
+
+def git(directory: Path, *arguments: str) -> str:
+    settings = [
+        "-c",
+        "user.name=test",
+        "-c",
+        "user.email=test@example.com",
+        "-c",
+        "advice.detachedHead=false",
+    ]
+    command = ["git", *settings, "-C", directory, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@dataclass(frozen=True)
+class Host:
+    """`root`: a checkout; `python`: that of a new environment; `env`: with CANN; `calls`: those of cmake."""
+
+    root: Path
+    python: Path
+    env: dict[str, str]
+    log: Path
+
+    @property
+    def tree(self) -> Path:
+        return self.root / "frameworks/vllm_ascend"
+
+    @property
+    def calls(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+    def run(self, *command: object, tools: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            list(map(str, command)),
+            cwd=self.root,
+            env=self.env | {"PATH": f"{self.env['PATH']}:{tools}"} | env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+
+    def build(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return self.run("bash", "build_project.sh", "--target", "npu", *arguments, **env)
+
+    def says(self, code: str) -> list[str]:
+        """What a new process of the environment prints."""
+        result = subprocess.run(
+            [self.python, "-c", code], cwd="/", env=self.env, check=True, capture_output=True, text=True
+        )
+        return result.stdout.split()
+
+
+def make_upstream(directory: Path) -> str:
+    """A repository like vllm-ascend's at the pin, with another submodule; returns its commit."""
+    submodule = directory.with_name("catlass")
+    (submodule / "include").mkdir(parents=True)
+    (submodule / "include/catlass.hpp").touch()
+    git(submodule, "init", "-q")
+    git(submodule, "config", "uploadpack.allowAnySHA1InWant", "true")
+    git(submodule, "add", ".")
+    git(submodule, "commit", "-qm", "catlass")
+    subprocess.run(["git", "clone", "-q", MIRROR, directory], check=True, capture_output=True)
+    git(directory, "update-index", "--cacheinfo", f"160000,{git(submodule, 'rev-parse', 'HEAD')},{SUBMODULE}")
+    git(directory, "config", "-f", ".gitmodules", f"submodule.{SUBMODULE}.url", str(submodule))
+    git(directory, "commit", "-qam", "Another submodule")
+    git(directory, "tag", "-f", sources.Project.load(ROOT).framework("vllm_ascend").tag)
+    return git(directory, "rev-parse", "HEAD")
+
+
+def copy_checkout(destination: Path, ignored: list[str]) -> None:
+    shutil.copytree(ROOT, destination, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*ignored))
+
+
+def make_host(directory: Path) -> Host:
+    """Everything but vllm_ascend itself, which `download_frameworks_source_code.sh` then fetches."""
+    commit = make_upstream(directory / "upstream")
+    framework = sources.Project.load(ROOT).framework("vllm_ascend")
+    root, environment, cann = directory / "checkout", directory / "python", directory / "cann"
+    copy_checkout(
+        root,
+        [".git", ".venv*", "frameworks", "data", "outputs", "logs", "checkpoints", ".*_cache"],
+    )
+    lock = root / "frameworks.lock"
+    lock.write_text(
+        lock.read_text().replace(framework.commit, commit).replace(framework.url, str(directory / "upstream"))
+    )
+    shutil.copytree(
+        ROOT / "frameworks",
+        root / "frameworks",
+        symlinks=True,
+        ignore=lambda path, names: [
+            name
+            for name in names
+            if Path(path).name == "frameworks" and (name[0] == "." or name == "vllm_ascend")
+        ],
+    )
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    # In the place of requirements.txt, most of which this machine cannot have.
+    (site,) = environment.glob("lib/python3*/site-packages")
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    (site / "packages.pth").write_text(packages + "\n")
+    cann.mkdir()
+    (cann / "moe_distribute_base.h").write_text("struct HcclOpResParam {\n")
+    log = directory / "cmake.log"
+    for name, text in (("cmake", CMAKE.replace("@LOG@", str(log))), ("bisheng", "#!/bin/sh\n")):
+        (environment / "bin" / name).write_text(text)
+        (environment / "bin" / name).chmod(0o755)
+    env = {
+        "PATH": f"{environment}/bin:/usr/bin:/bin",
+        "HOME": str(directory),
+        "LANG": "C.UTF-8",
+        "ASCEND_TOOLKIT_HOME": str(cann),
+        "ASCEND_HOME_PATH": str(cann),
+        **{
+            name: os.environ[name]
+            for name in os.environ
+            if name.lower().endswith("_proxy") or name.startswith("PIP_")
+        },
+    }
+    return Host(root, environment / "bin/python", env, log)
