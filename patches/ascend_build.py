@@ -50,8 +50,6 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from ascend_rl.host import npu_tools  # noqa: E402
 
 BUILT_FILE = "ascend-rl-built"  # in .git: what the compiled files were built from, and for
-# As setup.py of vllm-ascend names the series, by the beginning of the chip's name.
-SERIES = {"ascend910b": "A2", "ascend910_93": "A3", "ascend310p": "_310P"}
 INSTALLER = b"ascend-rl\n"  # in the dist-info directories that are ours to remove
 PRODUCTS = ("*.so", "*.so.*", "_cann_ops_custom/**/*", "_build_info.py", "_version.py")
 EXAMPLES = "ascend910_9391 (Atlas A3), ascend910b1 (Atlas A2)"
@@ -63,10 +61,10 @@ def series(soc: str) -> str:
     Raises:
         ToolError: vllm-ascend cannot be compiled for it.
     """
-    for beginning, name in SERIES.items():
-        if soc.startswith(beginning):
-            return name
-    raise ToolError(f"vllm-ascend cannot be compiled for the chip {soc!r}; known are e.g. {EXAMPLES}")
+    found = npu_tools.series(soc)
+    if not found:
+        raise ToolError(f"vllm-ascend cannot be compiled for the chip {soc!r}; known are e.g. {EXAMPLES}")
+    return found
 
 
 def chip(asked: str, env: Mapping[str, str]) -> str:
@@ -215,7 +213,9 @@ def unpack_sources(project: Project, framework: Framework, key: dict) -> Path:
     return directory
 
 
-def setup_environment(framework: Framework, soc: str, directory: Path, env: Mapping[str, str]) -> dict[str, str]:
+def setup_environment(
+    framework: Framework, soc: str, directory: Path, env: Mapping[str, str]
+) -> dict[str, str]:
     """What setup.py reads. It asks `python3` for torch_npu, and adds to the user's git settings.
 
     Without a driver, as on a build server, CANN's devlib has what the linker wants of it.

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import sources
@@ -84,11 +84,10 @@ class Host:
     def build(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         return self.run("bash", "build_project.sh", "--target", "npu", *arguments, **env)
 
-    def says(self, code: str) -> list[str]:
+    def says(self, code: str, **env: str) -> list[str]:
         """What a new process of the environment prints."""
-        result = subprocess.run(
-            [self.python, "-c", code], cwd="/", env=self.env, check=True, capture_output=True, text=True
-        )
+        result = replace(self, root=Path("/")).run(self.python, "-c", code, **env)
+        assert result.returncode == 0, result.stderr
         return result.stdout.split()
 
 

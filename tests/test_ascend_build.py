@@ -83,6 +83,16 @@ print(built.__device_type__, built.__file__, sum("ascend" in e.name for e in oth
         "A3", f"{host.tree}/vllm_ascend/_build_info.py", "3",
     ]  # fmt: skip
     assert "compiled for A3 (ascend910_9391)" in result.stdout
+    # And the preflight misses only what a machine without NPUs cannot have.
+    judged = host.says("""
+from ascend_rl.preflight import doctor, node_facts
+facts = node_facts.collect()
+lock = node_facts.load_lock()
+checks = doctor.check_versions, doctor.check_trees, doctor.check_rollout
+print(facts["rollout"]["chip"])
+print(*(f.check for check in checks for f in check(facts, lock) if f.severity == "error"))
+""", **npus("a3_healthy"))  # fmt: skip
+    assert judged[0] == A3 and set(judged[1:]) == {"versions.package"}
     # Nothing in the user's settings, nothing that would count as work in the tree.
     assert git(host.tree, "status", "--porcelain") == ""
     assert not (host.python.parents[2] / ".gitconfig").exists()

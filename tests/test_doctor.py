@@ -20,7 +20,7 @@ from rich.console import Console
 
 from ascend_rl.preflight import doctor, node_facts, preflight
 from ascend_rl.preflight.findings import Finding, as_json, render
-from ascend_rl.preflight.node_facts import collect, load_lock
+from ascend_rl.preflight.node_facts import collect, load_lock, rollout_facts
 
 LOCK = load_lock()
 
@@ -54,16 +54,14 @@ def ascend(root, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def good(ascend) -> dict:
+def good(root, ascend) -> dict:
     """Facts of a faultless node: dies, driver and CANN as the stubs show them, the rest made up."""
     facts = ascend("a3_healthy")
-    packages = {
-        name: version
-        for name, version in LOCK["ascend"].items()
-        if name not in ("image", "cann", "hdk", "python")
-    }
+    lines = (root / "requirements.txt").read_text().splitlines()
+    pins = (line.split("==") for line in lines if "==" in line)
+    packages = {name.lower().replace("-", "_"): version.split(";")[0].strip() for name, version in pins}
     trees = {
-        name: {"hash": table["tree"], "expected": f"/x/{name}", "imported": f"/x/{name}"}
+        name: {"hash": table["tree"], "expected": f"/x/{name}", "imported": f"/x/{name}", "also": []}
         for name, table in LOCK.items()
         if "package" in table
     }
@@ -74,6 +72,13 @@ def good(ascend) -> dict:
         "packages": packages,
         "python": "3.11.9",
         "trees": trees,
+        "devices": 16,
+        "rollout": {
+            "chip": facts["rollout"]["chip"],
+            "series": "A3",
+            "platforms": ["vllm_ascend"],
+            "torch_npu": "",
+        },
         "open_files": [1048576, 1048576],
         "disks": {"output": disk, "tmp": disk, "shm": disk},
         "ports": {},
@@ -96,6 +101,7 @@ def found(findings: list[Finding]) -> set[tuple[str, str]]:
 def test_a_good_node_has_no_findings(good):
     assert doctor.judge_node(good, LOCK) == []
     assert (len(good["dies"]), good["driver"], good["cann"]) == (16, "25.3.rc1", "8.5.0")
+    assert good["rollout"]["chip"] == "ascend910_9391" and "mooncake" not in good["packages"]
 
 
 def test_a_faulty_node(ascend, good):
@@ -182,6 +188,14 @@ def disk(**sizes: float) -> dict:
         ("cann", "8.5.1", ("error", "versions.cann")),
         ("trees.verl.hash", "0" * 64, ("error", "code.tree")),
         ("trees.mindspeed", None, ("error", "code.tree")),
+        ("trees.roll", None, ("info", "code.tree")),
+        ("trees.megatron.also", ["/usr/lib/megatron"], ("error", "code.import")),
+        ("rollout.series", "A2", ("error", "rollout.build")),
+        ("rollout.series", None, ("error", "rollout.build")),
+        ("rollout.chip", None, None),
+        ("rollout.platforms", [], ("error", "rollout.platform")),
+        ("rollout.platforms", ["vllm_ascend", "vllm_other"], ("error", "rollout.platform")),
+        ("rollout.torch_npu", "libatb.so: undefined symbol: x", ("error", "rollout.torch_npu")),
         ("trees.vllm_ascend.imported", "/usr/lib/vllm_ascend", ("error", "code.import")),
         ("trees.vllm_ascend.imported", None, ("error", "code.import")),
         ("env.NPUS_PER_NODE", "16", None),
@@ -218,11 +232,36 @@ def test_one_thing_is_wrong(good, path, value, expected):
     place = facts
     for name in parents:
         place = place[int(name) if isinstance(place, list) else name]
-    if value is None and last == "mindspeed":
+    if value is None and parents == ["trees"]:
         del place[last]
     else:
         place[last] = value
     assert found(doctor.judge_node(facts, LOCK)) == ({expected} if expected else set())
+
+
+def test_dies_that_are_wanted_need_device_nodes(good):
+    bare = good | {"devices": 0}
+    assert doctor.judge_node(bare, LOCK) == []
+    wanted = bare | {"env": {"NPUS_PER_NODE": "16"}}
+    assert found(doctor.judge_node(wanted, LOCK)) == {("error", "npu.devices")}
+    assert "run_container.sh" in doctor.judge_node(wanted, LOCK)[0].fix
+
+
+def test_atb_operators_that_do_not_load_are_told_from_the_outside(tmp_path):
+    """As Ascend/pytorch#99 shows it: torch_npu imports, its ATB operators do not."""
+    atb = tmp_path / "torch_npu/op_plugin/atb"
+    atb.mkdir(parents=True)
+    for package in (atb, atb.parent, atb.parent.parent):
+        (package / "__init__.py").touch()
+    module = atb / "_atb_ops.py"
+    module.write_text("raise OSError('libtbe_adapter.so: undefined symbol: _ZN3Mki2Dl')")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        facts = rollout_facts(env)
+        module.write_text("")
+        assert rollout_facts(env)["torch_npu"] == ""
+    assert facts["torch_npu"] == "OSError: libtbe_adapter.so: undefined symbol: _ZN3Mki2Dl"
 
 
 def test_ports_of_hccl_follow_the_setting(good):

@@ -21,6 +21,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+# Series, for one of which vllm-ascend is compiled, as its setup.py names them: by how the chip's name begins.
+SERIES = {"ascend910b": "A2", "ascend910_93": "A3", "ascend310p": "_310P"}
 DEADLINE_S = 10.0  # npu-smi answers in about a second; one that hangs tells of a hung driver
 # Where the driver puts them when they are not on PATH.
 USUAL_PLACES = {"npu-smi": "/usr/local/bin/npu-smi", "hccn_tool": "/usr/local/Ascend/driver/tools/hccn_tool"}
@@ -169,6 +171,15 @@ def chip_name(env: Mapping[str, str] | None = None) -> str:
     if not chip or not (kind or name):
         raise ToolError(f"`npu-smi info -t board -i {npu} -c 0` names no chip")
     return (kind + chip if kind else f"{chip}_{name}").lower()
+
+
+def series(chip: str) -> str | None:
+    """The series of a chip; None if vllm-ascend knows none.
+
+    >>> series("ascend910_9391"), series("ascend910b3"), series("ascend950")
+    ('A3', 'A2', None)
+    """
+    return next((name for beginning, name in SERIES.items() if chip.startswith(beginning)), None)
 
 
 def parse_equals(text: str) -> dict[str, str]:

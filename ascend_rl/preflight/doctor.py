@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ascend_rl.host import npu_tools
 from ascend_rl.preflight.findings import Finding
 from ascend_rl.preflight.node_facts import IDLE_HBM_MB
 
@@ -27,6 +28,8 @@ CLOCK_SKEW_S = 1.0
 RAY_FULL_DISK = 0.95  # local_fs_capacity_threshold: above it Ray creates no objects on disk
 HCCL_BASE_PORT, HCCL_PORTS = 60000, 16  # HCCL's default first port on the host, and how many it uses
 BINARY = ("python", "torch", "torch_npu", "triton_ascend")  # built for each other: a mismatch is an error
+OPTIONAL = ("mooncake",)  # in the image only if asked for
+FOR_ROLL = "roll"  # a second framework, which only the recipes in internal/roll need
 CPU_FRAMEWORKS = ("verl", "vllm", "megatron")  # what a CPU run imports; vllm_ascend must stay out of it
 
 
@@ -73,7 +76,7 @@ def check_versions(facts: dict, lock: dict) -> Iterator[Finding]:
     """Driver, CANN, Python and packages against [ascend] or [cpu] of the lock."""
     host, target = facts["host"], facts["target"]
     for name, pinned in lock[target].items():
-        if name == "image":
+        if name == "image" or name in OPTIONAL:
             continue
         if name in ("cann", "hdk"):
             yield from check_base(host, name, pinned, facts["cann" if name == "cann" else "driver"])
@@ -152,7 +155,10 @@ def check_trees(facts: dict, lock: dict) -> Iterator[Finding]:
         tree = facts["trees"].get(name)
         wanted = target == "ascend" or name in CPU_FRAMEWORKS
         if tree is None:
-            if wanted:
+            if wanted and name == FOR_ROLL:
+                why = f"frameworks/{name} is missing; only the recipes in internal/roll need it"
+                yield Finding("info", "code.tree", host, why, rebuild)
+            elif wanted:
                 yield Finding("error", "code.tree", host, f"frameworks/{name} is missing", rebuild)
             continue
         if table["tree"] and tree["hash"] != table["tree"]:
@@ -174,6 +180,55 @@ def check_trees(facts: dict, lock: dict) -> Iterator[Finding]:
                 f"{tree['imported'] or 'nothing'}, not the patched sources in {tree['expected']}",
                 rebuild,
             )
+        elif wanted and tree["also"]:
+            yield Finding(
+                "error",
+                "code.import",
+                host,
+                f"`import {table['package']}` also finds {', '.join(tree['also'])}: two versions would mix",
+                "uninstall the other one (pip uninstall megatron-core), or take it off PYTHONPATH",
+            )
+
+
+def check_rollout(facts: dict, lock: dict) -> Iterator[Finding]:
+    """vllm-ascend is compiled for this chip, vLLM finds it, torch_npu and its ATB operators load."""
+    host, rollout = facts["host"], facts["rollout"]
+    if rollout is None:
+        return
+    build = "bash build_project.sh --target npu, on this node or in the image of this repository"
+    series = npu_tools.series(rollout["chip"]) if rollout["chip"] else None
+    if "vllm_ascend" in facts["trees"] and not rollout["series"]:
+        why = "vllm_ascend has no _build_info.py: it was never compiled, and cannot be imported"
+        yield Finding("error", "rollout.build", host, why, build)
+    elif series and series != rollout["series"]:
+        yield Finding(
+            "error",
+            "rollout.build",
+            host,
+            f"vllm_ascend is compiled for {rollout['series']}, this chip ({rollout['chip']}) is {series}: "
+            "no worker would start",
+            build,
+        )
+    if rollout["platforms"] != ["vllm_ascend"]:
+        what = ", ".join(rollout["platforms"]) or "nothing"
+        yield Finding(
+            "error",
+            "rollout.platform",
+            host,
+            f"the installed packages offer vLLM the platforms of {what}, not of vllm_ascend alone",
+            build if "vllm_ascend" not in rollout["platforms"] else "pip uninstall the others",
+        )
+    if rollout["torch_npu"]:
+        atb = "atb" in rollout["torch_npu"] or "undefined symbol" in rollout["torch_npu"]
+        yield Finding(
+            "error",
+            "rollout.torch_npu",
+            host,
+            f"torch_npu does not load: {rollout['torch_npu']}",
+            f"install the NNAL of CANN {lock['ascend']['cann']}, and source its set_env.sh after CANN's"
+            if atb
+            else "source the set_env.sh of CANN; see: python -c 'import torch_npu'",
+        )
 
 
 # Dies and their network.
@@ -228,7 +283,15 @@ def check_dies(facts: dict, lock: dict) -> Iterator[Finding]:
             "install driver and firmware of one HDK release, then power-cycle the node",
         )
     wanted = number(facts["env"], "NPUS_PER_NODE", 0)
-    if facts["dies"] and len(facts["dies"]) < wanted:
+    if wanted and facts["target"] == "ascend" and not facts["devices"]:
+        yield Finding(
+            "error",
+            "npu.devices",
+            host,
+            f"there is no /dev/davinci*, NPUS_PER_NODE is {wanted}",
+            "start the container with the devices of the host, as run_container.sh does",
+        )
+    elif facts["dies"] and len(facts["dies"]) < wanted:
         yield Finding(
             "error",
             "npu.count",
@@ -499,6 +562,7 @@ def check_absent(facts: dict, lock: dict) -> Iterator[Finding]:
 NODE_CHECKS = (
     check_versions,
     check_trees,
+    check_rollout,
     check_dies,
     check_network,
     check_host,

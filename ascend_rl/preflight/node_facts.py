@@ -51,6 +51,7 @@ VARIABLES = (
     "HCCL_HOST_SOCKET_PORT_RANGE",
 )
 PING_DEADLINE_S = 20.0
+IMPORT_DEADLINE_S = 180.0  # of torch_npu, on a node whose disk is cold
 CONNECT_S = 3.0
 IDLE_HBM_MB = 4096  # an idle A3 or A2 die shows 2.8 to 3.5 GB in public logs
 
@@ -104,7 +105,7 @@ def working_tree_hash(tree: Path, package: str, hashed: Callable[[str], bool]) -
 
 
 def tree_facts(root: Path) -> dict[str, dict]:
-    """For each framework present: {"hash", "expected": its path, "imported": where Python finds it}."""
+    """For each framework present: {"hash", "expected": its path, "imported", "also": where it is found}."""
     facts = {}
     for name, framework in sources(root).Project.load(root).frameworks.items():
         tree = root / "frameworks" / name
@@ -116,7 +117,34 @@ def tree_facts(root: Path) -> dict[str, dict]:
             "hash": working_tree_hash(tree, framework.package, framework.hashed),
             "expected": str(tree / framework.package),
             "imported": places[0] if places else None,
+            "also": places[1:],  # of a namespace package, as Megatron is: parts of another one
         }
+    return facts
+
+
+def rollout_facts(env: Mapping[str, str]) -> dict:
+    """What decides whether the rollout starts: the chip, what vllm-ascend was compiled for, and its platform.
+
+    {"chip": as CANN names it, "series": of _build_info.py, "platforms": packages that offer vLLM
+    one, "torch_npu": the last line of the error when it is imported with its ATB operators, or ""}; None for
+    what cannot be told.
+    """
+    facts: dict = {"chip": None, "series": None, "torch_npu": None}
+    with contextlib.suppress(ToolError):
+        facts["chip"] = npu_tools.chip_name(env)
+    if spec := importlib.util.find_spec("vllm_ascend"):
+        with contextlib.suppress(OSError):
+            text = Path(spec.origin).with_name("_build_info.py").read_text()
+            facts["series"] = npu_tools.parse_equals(text).get("__device_type__", "").strip(" '\"") or None
+    plugins = importlib.metadata.entry_points(group="vllm.platform_plugins")
+    facts["platforms"] = sorted({entry.value.partition(":")[0] for entry in plugins})
+    if importlib.util.find_spec("torch_npu"):
+        command = [sys.executable, "-c", "import torch_npu.op_plugin.atb._atb_ops"]
+        try:
+            npu_tools.run(command, env, IMPORT_DEADLINE_S)
+            facts["torch_npu"] = ""
+        except ToolError as error:
+            facts["torch_npu"] = str(error).partition(": ")[2] or str(error)
     return facts
 
 
@@ -334,6 +362,8 @@ def collect(env: Mapping[str, str] | None = None, root: Path = ROOT, ascend: Pat
         "cann": version_of(cann_files(env, ascend), absent, "CANN") if on_ascend else None,
         "dies": dies,
         "processes": processes,
+        "devices": len(list(Path("/dev").glob("davinci[0-9]*"))),
+        "rollout": rollout_facts(env) if on_ascend else None,
         "absent": absent,
         "open_files": list(resource.getrlimit(resource.RLIMIT_NOFILE)),
         "disks": disk_facts(env, root),
