@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from mutations import mutations
@@ -43,7 +44,7 @@ if __name__ == "__main__":
 '''.lstrip()
 
 TESTS = """
-import subprocess, sys
+import os, subprocess, sys
 import pytest
 from hypothesis import given, strategies as st
 from toy import countdown, same, share
@@ -66,7 +67,10 @@ def test_countdown(tmp_path):
 
 
 def test_command():
-    answer = subprocess.run([sys.executable, "-m", "toy", "7"], check=True, capture_output=True, text=True)
+    # As ranks start, whose stubs have a sitecustomize of their own.
+    environment = os.environ | {"PYTHONPATH": f"STUBS:{os.environ['PYTHONPATH']}"}
+    command = [sys.executable, "-m", "toy", "7"]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     assert answer.stdout.endswith("[3, 4]\\n")
 """
 
@@ -75,7 +79,8 @@ def test_command():
 def toy(tmp_path):
     (tmp_path / "toy.py").write_text(TOY)
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_toy.py").write_text(TESTS)
+    stubs = Path(__file__).resolve().parent / "stubs"
+    (tmp_path / "tests/test_toy.py").write_text(TESTS.replace("STUBS", str(stubs)))
     return tmp_path
 
 
