@@ -156,6 +156,15 @@ def test_the_smallest_gear_is_reached_at_once():
     servers = [server("a", [5] * 6), server("b", [1, 1]), server("c", [])]
     moves = plan(servers, [5, 4, 3])
     assert Counter((move.source, move.target) for move in moves) == {("a", "c"): 2, ("a", "b"): 1}
+    # Gear 4 first would give one request to each of two servers, and then gear 2 the others to a third.
+    moves = plan([server("a", [5] * 6), *(server(name, []) for name in "bcd")], [8, 4, 2])
+    assert sorted(Counter(move.target for move in moves).values()) == [2, 2]
+
+
+def test_servers_with_most_places_receive_first():
+    """b has one place: c and d take two each, so that only two servers recompute anything."""
+    moves = plan([server("a", [5] * 6), server("b", [5]), server("c", []), server("d", [])], [8, 4, 2])
+    assert Counter(move.target for move in moves) == {"c": 2, "d": 2}
 
 
 def test_a_server_that_gave_is_counted_with_what_it_kept():
@@ -177,6 +186,14 @@ def test_packing_keeps_to_the_places_of_a_receiver():
     moves = plan([*giving, server("c", [], kv=3), server("b", [], kv=20)], [4, 2])
     targets = {move.request: move.target for move in moves}
     assert targets["a1"] == "b" and Counter(targets.values()) == {"b": 2, "c": 1}
+    # Nor is anything moved if the gear is not reached in the end.
+    assert plan([*giving, server("c", [], kv=2), server("b", [], kv=20)], [4, 2]) == []
+
+
+def test_packing_uses_all_places_of_a_receiver():
+    """c has room for the 9 alone, so that b must take three."""
+    moves = plan([server("a", [1, 1, 1, 9, 9, 9, 9]), server("b", [], kv=3), server("c", [], kv=9)], [8, 3])
+    assert Counter(move.target for move in moves) == {"b": 3, "c": 1}
 
 
 def test_two_receivers_take_one_each():

@@ -211,6 +211,5 @@ def _apply(moved: list[tuple[Request, _State, _State]]) -> None:
     gone = {id(request) for request, _, _ in moved}
     for source in {id(state): state for _, state, _ in moved}.values():
         source.held = [request for request in source.held if id(request) not in gone]
-    for request, source, destination in moved:
-        source.free_tokens += request.tokens
+    for request, _, destination in moved:  # the KV that sources get back is not needed: gears only fall
         destination.take(request)
