@@ -13,7 +13,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
@@ -62,6 +62,7 @@ def layouts(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(layouts())
+@example((Train(4, 2, ((0, 1),)), Rollout(4, 1, 4), 4))  # one expert a layer to send, from two owners in turn
 def test_every_layout_moves_the_minimum(layout):
     train, rollout, experts = layout
     plan = make_plan(train, rollout, experts)
