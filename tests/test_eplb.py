@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from collections import Counter
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
+from ascend_rl.experts import eplb
 from ascend_rl.experts.eplb import (
     align,
     ascend_expert_maps,
@@ -309,3 +311,260 @@ def test_errors_say_what_is_wrong(change, message):
     arguments = {"load": np.ones((1, 8)), "ranks": 4, "slots": 3} | change
     with pytest.raises(ValueError, match=message):
         balance(**arguments)
+
+
+def some_layers(count: int, seed: int):
+    """Small layers with copies: load [experts], a valid placement [ranks, slots], and where experts were."""
+    random = np.random.default_rng(seed)
+    for _ in range(count):
+        ranks, slots = int(random.integers(2, 5)), int(random.integers(2, 4))
+        experts = int(random.integers(slots + 1, ranks * slots + 1))
+        w = np.where(random.random(experts) < 0.1, 0.0, random.pareto(1.5, experts) * 100)
+        while True:
+            place = np.array([random.permutation(experts)[:slots] for _ in range(ranks)])
+            if len(np.unique(place)) == experts:
+                break
+        home = (random.random((ranks, experts)) < 0.6).astype(np.int64)
+        yield random, w, place, home
+
+
+def changed(place: np.ndarray, move: eplb._Move, full: int) -> np.ndarray:
+    after = place.copy()
+    if move.source >= 0:
+        after[full, move.source] = place[move.rank, move.slot]
+    after[move.rank, move.slot] = move.expert
+    return after
+
+
+def moves_from(place: np.ndarray, full: int, experts: int) -> list[eplb._Move]:
+    """Swaps with, copies from and removals on a rank, whether or not they are any good."""
+    ranks, slots = place.shape
+    counts, here = np.bincount(place.ravel(), minlength=experts), set(place[full].tolist())
+    others = [(r, j) for r in range(ranks) for j in range(slots) if r != full]
+    found = []
+    for i, a in enumerate(place[full].tolist()):
+        for r, j in ((r, j) for r, j in others if a not in place[r]):
+            if int(place[r, j]) not in here:
+                found.append(eplb._Move(0, 0, r, j, a, i))
+            if counts[place[r, j]] > 1:
+                found.append(eplb._Move(0, 0, r, j, a, -1))
+        if counts[a] > 1:
+            found += [eplb._Move(0, 0, full, i, b, -1) for b in range(experts) if b not in here]
+    return found
+
+
+def gain_and_cost(w, place, home, move, full) -> tuple[float, int]:
+    """By how much the sum of squared loads falls, from the placement before and after; experts to fetch."""
+    places = place, changed(place, move, full)
+    loads = [rank_loads(w[None], p[None])[0] for p in places]
+    gain = float((loads[0] ** 2).sum() - (loads[1] ** 2).sum())
+    away = [sum(not home[r, e] for r, row in enumerate(p) for e in row) for p in places]
+    if move.source < 0:  # ranks that hold both experts are counted twice, once for each
+        into, out = move.expert, place[move.rank, move.slot]
+        both = sum(into in row and out in row for r, row in enumerate(place) if r != move.rank)
+        c, d = (np.bincount(place.ravel(), minlength=len(w))[e] for e in (into, out))
+        gain -= 2 * both * (w[into] / c - w[into] / (c + 1)) * (w[out] / (d - 1) - w[out] / d)
+    return gain, away[1] - away[0]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_step_is_the_best_of_all_moves_for_what_it_costs(seed):
+    kinds = Counter()
+    for random, w, place, home in some_layers(60, seed):
+        layer = eplb._follow(w, place.copy(), home)
+        full, budget = int(layer.load.argmax()), int(random.integers(0, 3))
+        least = 1e-9 * layer.load[full] ** 2
+        worths = {}
+        for move in moves_from(place, full, len(w)):
+            gain, cost = gain_and_cost(w, place, home, move, full)
+            if gain > 10 * least and cost <= budget:
+                worths[move[2:]] = gain / max(cost, 0.5), cost
+        best = eplb._best_move(layer, full, budget)
+        if best.worth:
+            kinds["swap" if best.source >= 0 else "removal" if best.rank == full else "copy"] += 1
+            assert (best.worth, best.cost) == pytest.approx(worths[best[2:]], rel=1e-6)
+            assert best.worth == pytest.approx(max(worths.values())[0], rel=1e-6)
+        else:
+            assert not worths
+    assert min(kinds[kind] for kind in ("swap", "removal", "copy")) > 0
+
+
+def test_what_follows_from_a_placement_is_kept_up_to_date():
+    for random, w, place, home in some_layers(60, 2):
+        layer = eplb._follow(w, place.copy(), home)
+        for _ in range(4):
+            full = int(random.integers(len(place)))
+            moves = moves_from(layer.place, full, len(w))
+            if not moves:
+                break
+            move = moves[random.integers(len(moves))]
+            expected = changed(layer.place, move, full)
+            if move.source >= 0:
+                eplb._swap(layer, full, move.source, move.rank, move.slot)
+            else:
+                eplb._replace(layer, move.rank, move.slot, move.expert)
+            assert np.array_equal(layer.place, expected)
+            np.testing.assert_allclose(layer.load, rank_loads(w[None], expected[None])[0], atol=1e-9)
+            counts = np.bincount(expected.ravel(), minlength=len(w))
+            assert np.array_equal(layer.counts, counts)
+            assert np.array_equal(layer.has, [np.isin(np.arange(len(w)), row) for row in expected])
+            np.testing.assert_allclose(layer.share, w / counts)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 1 << 40])
+def test_steps_end_with_the_best_placement_within_the_budget(budget):
+    for _, w, place, _ in some_layers(40, 3):
+        before = np.array([rank_loads(w[None], place[None]).max()])
+        home = np.array([np.isin(np.arange(len(w)), row) for row in place]).astype(np.int64)
+        found = place.copy()
+        peak = eplb._improve(w, found, w.sum() / len(place), 30, home, budget)
+        check(w[None], found[None], *place.shape)
+        assert peak == pytest.approx(rank_loads(w[None], found[None]).max()) and peak <= before * (1 + 1e-9)
+        assert copied(place[None], found[None]).sum() <= budget
+        untouched = place.copy()
+        assert eplb._improve(w, untouched, before[0] * (1 + 1e-9), 30, home, budget) == pytest.approx(
+            before[0]
+        )
+        assert np.array_equal(untouched, place)  # it is at the target already
+
+
+def test_counts_make_the_largest_copy_smallest():
+    for _, w, place, _ in some_layers(40, 4):
+        ranks, slots = place.shape
+        counts = np.empty(len(w), np.int64)
+        eplb._min_max_counts(w, ranks, slots, counts)
+        assert counts.sum() == ranks * slots and counts.min() >= 1 and counts.max() <= ranks
+        every = np.array(list(product(range(1, ranks + 1), repeat=len(w)))) if len(w) < 7 else counts[None]
+        every = every[every.sum(1) == ranks * slots]
+        assert (w / counts).max() == pytest.approx((w / every).max(1).min())
+
+
+def test_dealing_follows_longest_processing_time_first():
+    """Against a plain version, where no copy is left with ranks that have its expert; else only valid."""
+    plain = 0
+    for _, w, place, _ in some_layers(120, 5):
+        ranks, slots = place.shape
+        counts = np.bincount(place.ravel(), minlength=len(w))
+        dealt = np.full_like(place, -1)
+        eplb._deal_longest(w, counts, dealt)
+        check(w[None], dealt[None], ranks, slots)
+        assert np.array_equal(np.bincount(dealt.ravel(), minlength=len(w)), counts)
+        held = [[] for _ in range(ranks)]
+        for e in sorted(range(len(w)), key=lambda e: -w[e] / counts[e]):
+            for _ in range(counts[e]):
+                room = [r for r in range(ranks) if len(held[r]) < slots and e not in held[r]]
+                if room:
+                    held[min(room, key=lambda r: sum(w[f] / counts[f] for f in held[r]))].append(e)
+        if sum(map(len, held)) == ranks * slots:
+            plain += 1
+            np.testing.assert_allclose(
+                np.sort(rank_loads(w[None], dealt[None])[0]),
+                np.sort([sum(w[e] / counts[e] for e in row) for row in held]), atol=1e-9,
+            )  # fmt: skip
+    assert 0 < plain < 120
+
+
+def excess_in_rounds(w: np.ndarray, counts: np.ndarray, ranks: int, target: float) -> float:
+    """Sum of squared load over the target when each round gives the largest copy to the least loaded rank."""
+    copies = sorted((w[e] / counts[e] for e in range(len(w)) for _ in range(counts[e])), reverse=True)
+    load = np.zeros(ranks)
+    for start in range(0, len(copies), ranks):
+        load = np.sort(load) + copies[start : start + ranks]
+    return float((np.maximum(load - target, 0) ** 2).sum())
+
+
+def test_the_excess_of_counts_is_that_of_dealing_in_rounds():
+    for random, w, place, _ in some_layers(60, 6):
+        ranks, slots = place.shape
+        counts = np.bincount(place.ravel(), minlength=len(w))
+        share, order = w / counts, np.arange(len(w))
+        eplb._sort_descending(share, order)
+        assert order.tolist() == np.argsort(-share, kind="stable").tolist()
+        for _ in range(3):
+            a, b = random.integers(len(w), size=2)
+            if counts[a] > 1:
+                eplb._set_count(w, counts, share, order, int(a), -1)
+                eplb._set_count(w, counts, share, order, int(b), 1)
+        assert sorted(order) == list(range(len(w))) and (np.diff(share[order]) <= 0).all()
+        np.testing.assert_allclose(share, w / counts)
+        target = float(w.sum() / ranks * random.uniform(0.8, 1.3))
+        scratch = np.empty(ranks), np.empty(ranks * slots)
+        found = eplb._excess(share, counts, order, slots, target, *scratch, np.inf)
+        assert found == pytest.approx(excess_in_rounds(w, counts, ranks, target), abs=1e-9)
+        if found:  # it may stop early, but only above what is enough
+            assert found / 2 < eplb._excess(share, counts, order, slots, target, *scratch, found / 2)
+
+
+def test_the_search_finds_counts_with_less_excess():
+    random = np.random.default_rng(7)
+    ratios = []
+    for seed in range(12):
+        ranks, slots = 8, 3
+        w = random.pareto(1.2, 16) * 100 + 1
+        counts = np.empty(16, np.int64)
+        eplb._min_max_counts(w, ranks, slots, counts)
+        target = float(lower_bound(w[None], ranks, slots)[0])
+        before = excess_in_rounds(w, counts, ranks, target)
+        peak = target + before**0.5
+        eplb._search_counts(w, counts, ranks, slots, target, peak, seed)
+        assert counts.sum() == ranks * slots and counts.min() >= 1 and counts.max() <= ranks
+        if before > 0:
+            ratios.append(excess_in_rounds(w, counts, ranks, target) / before)
+    assert np.median(ratios) < 0.1 and max(ratios) <= 1
+
+
+def test_random_numbers_are_marsaglias():
+    state = 88172645463325252
+    expected = state
+    for _ in range(50):
+        for shift in (13, -7, 17):
+            expected ^= (expected << shift if shift > 0 else expected >> -shift) & (2**64 - 1)
+        state = int(eplb._next(np.uint64(state)))
+        assert state == expected
+
+
+def test_a_shaken_placement_is_valid_and_a_few_steps_away():
+    steps = Counter()
+    for index, (_, w, place, _) in enumerate(some_layers(60, 8)):
+        shaken, counts = place.copy(), np.zeros(len(w), np.int64)
+        eplb._shake(shaken, counts, index)
+        check(w[None], shaken[None], *place.shape)
+        assert np.array_equal(counts, np.bincount(shaken.ravel(), minlength=len(w)))
+        steps[int((shaken != place).sum())] += 1
+    assert max(steps) <= 2 * eplb.SHAKES and len(steps) > 5
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"windows": np.ones((1, 8))}, "give \\[windows, layers, experts\\]"),
+    ({"windows": np.ones((0, 1, 8))}, "one or more"),
+    ({"current": np.arange(8)}, "give \\[layers, ranks, slots\\]"),
+    *[({name: 0}, "must be positive") for name in ("token_s", "expert_bytes", "bytes_per_s", "intervals")],
+])  # fmt: skip
+def test_the_gate_says_what_is_wrong(change, message):
+    arguments = {"windows": np.ones((2, 1, 8)), "current": np.arange(8).reshape(1, 4, 2)}
+    costs = {"token_s": 1, "expert_bytes": 1, "bytes_per_s": 1, "intervals": 1}
+    with pytest.raises(ValueError, match=message):
+        update(**(arguments | costs | change))
+
+
+@pytest.mark.parametrize(
+    "table, load", [(np.ones((4, 2)), np.ones((4, 2))), (np.ones((1, 4, 2)), np.ones((1, 4)))]
+)
+def test_a_table_and_its_load_have_the_same_shape(table, load):
+    with pytest.raises(ValueError, match="give \\[layers, ranks, slots\\]"):
+        rebalance_table(table.astype(int), load)
+
+
+@pytest.mark.parametrize("sizes, message", [
+    ({"slots": 0}, "at least 1"),
+    ({"nodes": 0}, "nodes=0 must divide"),
+    ({"nodes": 2, "ranks": 3, "slots": 3}, "nodes=2 must divide 3 ranks"),
+    ({"nodes": 3, "ranks": 6}, "nodes=3 must divide 6 ranks and 8 experts"),
+    ({"nodes": 2, "slots": 5}, "4 experts to choose from"),
+    ({"nodes": 2, "groups": 1}, "groups=1 must"),
+    ({"max_moves": -1, "current": np.arange(16).reshape(1, 8, 2) % 8}, ">= 0 limits"),
+    ({"max_moves": 1, "current": np.arange(16).reshape(1, 8, 2) % 8, "nodes": 2}, "in the global mode"),
+])  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        balance(np.ones((1, 8)), **({"ranks": 8, "slots": 2} | sizes))
