@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import pickle
 import random
 from types import SimpleNamespace
 
@@ -13,10 +14,12 @@ import pytest
 
 from ascend_rl.rollout.request_mover import (
     ARRIVAL_CHECKS,
+    Engine,
     MovableRequests,
     MovableRouting,
     RequestMover,
     RolloutRebalanceConfig,
+    calls_at_once,
     can_move,
     gather,
     generate,
@@ -24,6 +27,7 @@ from ascend_rl.rollout.request_mover import (
     joined,
     metrics,
     remaining,
+    response_budget,
     settings,
     split_servers,
 )
@@ -295,6 +299,8 @@ def test_a_moved_request_takes_new_random_numbers():
     assert max(abs(share - 10 / 64) for share in repeated.values()) < 0.05
     assert len({remaining({"seed": 3, "max_tokens": 9}, done)["seed"] for done in range(9)}) == 9
     assert remaining({"seed": 3, "max_tokens": 9}, 0)["seed"] == 3
+    # torch.Generator takes no more than 64 bits with a sign.
+    assert all(remaining({"seed": 3, "max_tokens": 99}, done)["seed"] < 1 << 63 for done in range(99))
 
 
 @pytest.mark.parametrize("engines", [(1, 1), (2,)], ids=str)
@@ -338,6 +344,47 @@ def test_a_dying_server_gives_its_requests_to_the_others(engines, move):
     assert rollout.engines["a"].requests and rollout.balancer._inflight_requests.keys() == {"b"}
     assert [o.token_ids for o in found] == [o.token_ids for o in Rollout().run(requests)]
     assert rollout.metrics["unanswered"] > 0
+
+
+def test_a_dead_server_is_forgotten_with_all_its_engines():
+    balancer = Balancer(["a#0", "a#1", "b", "c"])
+    before = {request: balancer.acquire_server(request) for request in "wxyz"}
+    assert before == {"w": "a#0", "x": "a#1", "y": "b", "z": "c"}
+    assert balancer.drop_server("a#1") == 2
+    assert balancer._request_id_to_server == {"y": "b", "z": "c"}
+    assert balancer._inflight_requests == {"b": 1, "c": 1}
+    assert balancer.move_request("y", "a#0") == "b" and balancer.move_request("z", "b") == "b"
+    assert balancer.drop_server("b") == 1
+    assert balancer.drop_server("c") == 0 and balancer._inflight_requests == {"c": 1}  # the last one stays
+
+
+def test_only_an_abort_is_asked_where_to_go():
+    rollout = Rollout()
+    for engine in rollout.engines.values():
+        engine.take_target = None  # cannot be called
+    assert {o.stop_reason for o in rollout.run(some_requests(6, 4))} == {"completed"}
+
+
+def test_a_server_takes_any_number_of_calls_where_requests_move():
+    def rollout(rebalance):
+        return SimpleNamespace(rollout_rebalance=rebalance)
+
+    assert calls_at_once(rollout(RolloutRebalanceConfig(True)), 16) > 100_000
+    for off in (None, RolloutRebalanceConfig(False)):
+        assert calls_at_once(rollout(off), 16) == 16
+
+
+@pytest.mark.parametrize("prompt_tokens, budget", [(3, 60), (8, 60), (20, 48)])
+def test_the_budget_is_that_of_the_response_or_what_the_prompt_leaves(prompt_tokens, budget):
+    assert response_budget(SimpleNamespace(rollout=CONFIG, get=lambda key: None), prompt_tokens) == budget
+    whole = SimpleNamespace(rollout=CONFIG)
+    config = SimpleNamespace(actor_rollout_ref=whole, get={"actor_rollout_ref": whole}.get)
+    assert response_budget(config, prompt_tokens) == budget
+
+
+def test_an_engine_can_be_sent_to_other_processes():
+    engine = pickle.loads(pickle.dumps(Engine(CONFIG, 3)))
+    assert (engine.server, engine.index) == (CONFIG, 3)
 
 
 def test_a_death_is_known_by_the_type_of_the_actors_and_the_name_of_the_engines_error():
@@ -435,12 +482,16 @@ def test_a_move_that_got_lost_does_not_stop_later_ones():
         config = RolloutRebalanceConfig(True, check_interval_s=999)
         mover = RequestMover({"a": Remote(busy), "b": Remote(Server())}, config, planner)
         async with mover:
-            for _ in range(ARRIVAL_CHECKS + 1):
+            for _ in range(ARRIVAL_CHECKS):
                 await mover.check()
-        return plans, mover.counts["moves_running"]
+            assert len(plans) == 1
+            await mover.check()
+        return plans, mover.counts
 
-    plans, moves = asyncio.run(scene())
-    assert plans == [["movable/lost/0", "movable/next/0"], ["movable/next/0"]] and moves == 2
+    plans, counts = asyncio.run(scene())
+    assert plans == [["movable/lost/0", "movable/next/0"], ["movable/next/0"]]
+    assert (counts["moves_running"], counts["moves_waiting"]) == (2, 0)
+    assert counts["replayed_tokens"] == 2 * (1 + 1)  # prompt and response of both
 
 
 def test_time_counts_for_the_gear_that_running_requests_need():
@@ -520,7 +571,8 @@ def test_settings_are_checked():
         return SimpleNamespace(name=name, get={"rollout_rebalance": given}.get)
 
     assert settings(rollout(enable=0)) is None and settings(SimpleNamespace(get={}.get)) is None
-    assert settings(rollout(enable=1, _target_="x")).check_interval_s == 2
+    found = settings(rollout(enable=1, _target_="x"))
+    assert (found.check_interval_s, found.answer_timeout_s) == (2, 5)
     assert settings(rollout(enable=True, check_interval_s=0.1, answer_timeout_s=0.1, gears=[1])).gears == [1]
     bad = {"enable": 2, "check_interval_s": 0, "answer_timeout_s": 0, "gears": []}
     for key, value in [*bad.items(), ("gears", [0, 2])]:
