@@ -41,6 +41,10 @@ def test_a_size_that_is_not_given_is_1(size, other):
     assert extra["init_redundancy_expert"] == 1  # 9 experts on 3 ranks
 
 
+def test_two_ranks_are_enough():
+    assert resolved(tensor_parallel_size=2, data_parallel_size=1)[0]["dynamic_eplb"]
+
+
 def test_slots_of_a_rank():
     slots = torch.tensor([[0, 3], [4, 5], [6, 7]])
     assert in_slots(slots, rank=1, each=3, redundant=0).tolist() == [
