@@ -274,7 +274,7 @@ def test_the_samples_of_a_prompt_draft_from_each_other_until_the_group_must_go()
     assert alone.propose("sibling", again, 20).tolist() == []
     alone.end("running")
     alone.end("sibling")
-    assert alone.used_bytes == 0
+    assert alone.used_bytes == 0 and not alone._prompt_lengths
 
 
 def test_texts_of_other_prompts_help_where_the_group_knows_nothing():
@@ -321,6 +321,41 @@ def test_memory_is_bounded_and_comes_back(share):
     assert drafter.propose("new", np.tile(tokens[:9], 10), 9).tolist() == tokens[:4].tolist()
 
 
+@pytest.mark.parametrize("max_bytes", [SMALL, 1 << 30])
+def test_the_texts_get_what_the_table_leaves(max_bytes):
+    limit = int(SamDrafter(2, max_bytes=max_bytes)._memory[sam.LIMIT]) * 4 * sam.CHUNK
+    assert max_bytes - (17 << 20) < limit < max_bytes - (16 << 20)
+
+
+def test_the_table_knows_what_last_followed_the_last_tokens_and_how_reliably():
+    """Against a dictionary of contexts of 1 to 5 tokens: a guess goes when it was wrong twice in a row."""
+    tokens = np.random.default_rng(6).choice(6, 900, p=[0.5, 0.3, 0.1, 0.05, 0.03, 0.02])
+    drafter = SamDrafter(3, max_bytes=SMALL)
+    odds = drafter._odds.copy()
+    drafter.propose("a", tokens, 1)
+    known: dict[tuple, tuple[int, bool]] = {}
+    for n, token in enumerate(tokens.tolist()):
+        for order in range(1, min(n, 5) + 1):
+            context = tuple(tokens[n - order : n].tolist())
+            guess, again = known.get(context, (None, False))
+            if guess is None:
+                known[context] = token, False
+                continue
+            kind = 2 * (sam.LENGTH_CLASSES + order) + again
+            odds[kind] += ((guess == token) - odds[kind]) * sam.RATE
+            known[context] = guess if again or guess == token else token, guess == token
+    np.testing.assert_allclose(drafter._odds[2 * sam.LENGTH_CLASSES :], odds[2 * sam.LENGTH_CLASSES :])
+    assert len(known) > 500
+    memory, right = drafter._memory, 0
+    for context, (guess, again) in known.items():
+        hashed = sam.SEED
+        for token in reversed(context):
+            hashed = np.uint64(sam._mix(hashed, token))
+        place, mark = sam._entry(memory, hashed)
+        right += (memory[place], memory[place + 1]) == (mark | again, guess + 1)
+    assert right >= 0.99 * len(known)  # some share a place
+
+
 def test_other_tokens_under_the_same_name_are_a_new_text():
     drafter = SamDrafter(3, max_bytes=SMALL)
     drafter.propose("a", np.array([1, 2, 3, 4, 5, 6]), 2)
@@ -338,7 +373,7 @@ def test_errors_say_what_to_do():
             drafter.propose("b", np.array([1, 2, 3]), prompt_tokens)
     with pytest.raises(ValueError, match="num_speculative_tokens"):
         SamDrafter(0)
-    for max_bytes in (1 << 20, 1 << 40):
+    for max_bytes in (1 << 20, 4 << 30, 1 << 40):
         with pytest.raises(ValueError, match="max_bytes"):
             SamDrafter(3, max_bytes=max_bytes)
     drafter.end("unknown")
