@@ -61,6 +61,11 @@ def test_drafts_pay_up_to_the_threshold_only(draft_tokens, emitted):
     assert pays == [True] * largest + [False] * (256 - largest)
 
 
+def test_drafts_that_change_nothing_do_not_pay():
+    """Twice the tokens take twice the time, and bring two tokens instead of one."""
+    assert threshold({1: 1, 8: 8}, draft_tokens=1, emitted=2) == 0
+
+
 def test_the_documented_value(capsys):
     main(["4:15", "32:19", "128:23", "256:32", "--draft-tokens", "7", "--emitted", "1.7"])
     assert capsys.readouterr().out == f"{VARIABLE}=32\n"

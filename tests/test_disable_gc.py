@@ -141,6 +141,24 @@ def test_full_collections_are_paid_for_by_steps_unless_overdue(monkeypatch):
     assert counts.fulls == 3 and counts.thresholds == (700, 11, 10)
 
 
+def test_the_first_full_collection_is_free(monkeypatch):
+    counts = Counts(oldest=11)
+    monkeypatch.setattr(disable_gc, "gc", counts)
+    disable_gc.Collector().between_steps(0.0)
+    assert counts.fulls == 1
+
+
+def test_a_step_pays_for_no_more_than_its_time(collected):
+    engine, begin = Engine(), time.perf_counter()
+    engine.step()
+    assert engine._collector.credit_s <= disable_gc.SHARE * (time.perf_counter() - begin)
+
+
+def test_python_takes_the_threshold_that_no_count_reaches(collected):
+    gc.set_threshold(1, 1, disable_gc.NEVER)  # the fixture sets it back
+    assert gc.get_threshold()[2] == disable_gc.NEVER > 10**9
+
+
 def test_credit_is_not_saved_up_for_several_full_collections(monkeypatch):
     counts, collector = Counts(oldest=0), disable_gc.Collector()
     monkeypatch.setattr(disable_gc, "gc", counts)
