@@ -30,9 +30,12 @@ def test_transposed_weights_come_back(hidden, intermediate):
     fast = layer.w2_weight.data_ptr()
     assert to_loading_layout(layer)
     assert all(torch.equal(getattr(layer, name), tensor) for name, tensor in loaded.items())
+    assert not any(parameter.requires_grad for parameter in (layer.w13_weight, layer.w2_weight))
     assert layer.w2_weight.data_ptr() == fast  # a view: loading writes into the memory that is there
 
 
 def test_other_modules_are_left_alone():
     layer = torch.nn.Linear(4, 4)
     assert not to_loading_layout(layer)
+    attention = SimpleNamespace(hidden_size=4, w2_weight=torch.nn.Parameter(torch.rand(3, 4, 2)))
+    assert not to_loading_layout(attention)
