@@ -186,6 +186,12 @@ def test_packing_keeps_to_the_places_of_a_receiver():
     moves = plan([*giving, server("c", [], kv=3), server("b", [], kv=20)], [4, 2])
     targets = {move.request: move.target for move in moves}
     assert targets["a1"] == "b" and Counter(targets.values()) == {"b": 2, "c": 1}
+    # A server without a place has most KV of all, and still gets nothing.
+    full = server("e", [1, 1])
+    targets = [
+        move.target for move in plan([*giving, server("c", [], kv=3), server("b", [], kv=20), full], [4, 2])
+    ]
+    assert sorted(targets) == ["b", "b", "c"]
     # Nor is anything moved if the gear is not reached in the end.
     assert plan([*giving, server("c", [], kv=2), server("b", [], kv=20)], [4, 2]) == []
 
