@@ -217,6 +217,16 @@ def test_few_copies_for_a_small_change():
         assert (after <= before).all() and (most == 0 or (after < before).all())
 
 
+def test_a_local_minimum_is_left_for_a_fresh_solution():
+    """Single steps end 6 % above the bound, a start from nothing 1 %; with max_moves there are only steps."""
+    load, current = np.array([[28.2, 12.9, 37.9, 32.0, 15.5]]), np.array([[[3, 1, 4], [2, 0, 3]]])
+    steps, fresh, moved = (
+        rank_loads(load, balance(load, 2, 3, **kwargs)).max() / lower_bound(load, 2, 3)[0] - 1
+        for kwargs in ({"current": current, "max_moves": 99}, {}, {"current": current})
+    )
+    assert steps > 2 * fresh and moved == pytest.approx(fresh)
+
+
 def test_the_way_back_home_costs_nothing():
     """An expert that returns to its rank is not copied: the move counts as negative against max_moves."""
     load = np.array([[19.0, 1, 2, 2, 1, 4, 14, 7]])
@@ -306,6 +316,9 @@ def test_table_of_vllm_ascend():
     ({"current": np.zeros((1, 4, 2))}, "not \\(1, 4, 3\\)"),
     ({"current": np.zeros((1, 4, 3))}, "no copy of expert 1"),
     ({"current": np.full((1, 4, 3), 8)}, "outside 0 to 7"),
+    ({"current": np.r_[0:8, 0:3, 8].reshape(1, 4, 3)}, "outside 0 to 7"),
+    ({"current": np.r_[0:8, 0:3, -1].reshape(1, 4, 3)}, "outside 0 to 7"),
+    ({"load": np.array([[0, 1, 0.5, -1, -1, 1, 1, 1]])}, "layer 0, expert 3 is -1"),
 ])  # fmt: skip
 def test_errors_say_what_is_wrong(change, message):
     arguments = {"load": np.ones((1, 8)), "ranks": 4, "slots": 3} | change
