@@ -358,6 +358,16 @@ def test_a_dead_server_is_forgotten_with_all_its_engines():
     assert balancer.drop_server("c") == 0 and balancer._inflight_requests == {"c": 1}  # the last one stays
 
 
+@pytest.mark.parametrize("name, given", [("vllm", {}), ("sglang", {"data_rebalance": True})])
+def test_servers_are_split_only_where_it_serves_a_feature(name, given):
+    manager = SimpleNamespace(
+        rollout_config=SimpleNamespace(name=name, get=given.get),
+        server_addresses=["a"], server_handles=[None],  # nobody to ask for its engines
+    )  # fmt: skip
+    asyncio.run(split_servers(manager))
+    assert (manager.server_addresses, manager.server_handles) == (["a"], [None])
+
+
 def test_only_an_abort_is_asked_where_to_go():
     rollout = Rollout()
     for engine in rollout.engines.values():
