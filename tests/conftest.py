@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     process group, of which there can be one. For pytest -n 2 --dist loadgroup a file is a group, which one of
     the two runs, since its tests share fixtures; proofs share nothing.
     """
-    order = ["tests", "patched", "e2e"]
+    order = ["tests", "software_npu", "patched", "e2e"]
     files = {"test_memory_plan.py": 0, "test_left_out.py": 2}
     items.sort(key=lambda item: (order.index(item.path.parent.name), files.get(item.path.name, 1)))
     for item in items:

@@ -1,0 +1,120 @@
+"""Streams and events. What is called runs at once: csrc/streams.h says what that changes."""
+
+from __future__ import annotations
+
+import torch
+
+from software_npu import _C
+
+from .utils import device_index
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device=None, priority: int = 0, **kwargs):
+        if kwargs:
+            return super().__new__(cls, **kwargs)
+        return super().__new__(cls, device=f"npu:{device_index(device)}", priority=priority)
+
+    def wait_event(self, event) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event=None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    @property
+    def npu_stream(self) -> int:
+        return self.stream_id
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, torch.Stream) and (self.device, self.stream_id) == (
+            other.device,
+            other.stream_id,
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.device, self.stream_id))
+
+
+def _named(stream) -> Stream:
+    return Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
+def current_stream(device=None) -> Stream:
+    return _named(_C.current_stream(device_index(device)))
+
+
+def default_stream(device=None) -> Stream:
+    index = device_index(device)
+    return Stream(stream_id=0, device_index=index, device_type=current_stream(index).device_type)
+
+
+def set_stream(stream: Stream) -> None:
+    _C.set_device(stream.device_index)
+    _C.set_stream(stream)
+
+
+class StreamContext:
+    """What is called within is of the stream, and of its device. None changes nothing."""
+
+    def __init__(self, stream: Stream | None):
+        self.stream = stream
+
+    def __enter__(self) -> Stream | None:
+        if self.stream is not None:
+            self.device = _C.current_device()
+            self.before = _C.current_stream(self.stream.device_index)
+            set_stream(self.stream)
+        return self.stream
+
+    def __exit__(self, *error) -> None:
+        if self.stream is not None:
+            _C.set_stream(self.before)
+            _C.set_device(self.device)
+
+
+def stream(stream: Stream | None) -> StreamContext:
+    return StreamContext(stream)
+
+
+class Event(torch.Event):
+    """A point in a stream; ``elapsed_time`` (ms) needs ``enable_timing``."""
+
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **kwargs
+    ):
+        return super().__new__(
+            cls, "npu", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+        )
+
+    def record(self, stream: Stream | None = None) -> None:
+        super().record(current_stream() if stream is None else stream)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        super().wait(current_stream() if stream is None else stream)
+
+
+class ExternalEvent:
+    """An event within a graph that the host records: ``wait`` and ``reset`` are captured, ``record`` is not."""
+
+    def __init__(self):
+        self._event = _C.ExternalEvent()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._event.record(current_stream() if stream is None else stream)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        self._event.wait(current_stream() if stream is None else stream)
+
+    def reset(self, stream: Stream | None = None) -> None:
+        self._event.reset(current_stream() if stream is None else stream)
+
+
+class SyncLaunchStream(Stream):
+    pass
