@@ -2,9 +2,9 @@
 
     python -m software_npu.build [--directory DIR]        # prints the directory of the libraries
 
-They are in DIR (SOFTWARE_NPU_BUILD, or data/software_npu beside this folder) under a name made from everything
-that goes into them: the sources, Python, torch, and the compiler. The directory appears whole or not at all; of
-several processes one compiles and the others wait. Takes about 40 s of one core.
+They are in DIR (SOFTWARE_NPU_BUILD, or data/software_npu beside this folder) under a name made from all
+that goes into them: the sources, Python, torch, and the compiler. The directory appears whole or not at
+all; of several processes one compiles and the others wait. Takes about 40 s of one core.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNITS = {
 DRIVER = "libsoftware_npu_driver.so"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 FLAGS = [
-    "-std=c++17", "-O1", "-fPIC", "-pthread", "-Wall", "-Wno-unknown-pragmas", "-DTORCH_EXTENSION_NAME=_C",
+    "-std=c++17", "-O1", "-fPIC", "-pthread", "-Wall", "-Wno-unknown-pragmas", "-Wno-attributes", "-DTORCH_EXTENSION_NAME=_C",
     "-DAT_PER_OPERATOR_HEADERS",
 ]  # fmt: skip
 

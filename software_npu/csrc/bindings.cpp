@@ -45,7 +45,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return state && state->capture;
   });
 
-  py::class_<npu::Graph>(m, "Graph")
+  py::class_<npu::Graph, std::shared_ptr<npu::Graph>>(m, "Graph")
       .def(py::init<>())
       .def("begin", &npu::Graph::begin)
       .def("end", &npu::Graph::end)

@@ -68,11 +68,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (!event) return;
     // A stream that waits for one that is captured is captured too.
-    if (Graph* graph = static_cast<Event*>(event)->capture) make_state(stream).capture = graph;
+    Graph* graph = static_cast<Event*>(event)->capture;
+    if (is_captured(graph)) make_state(stream).capture = graph;
   }
   bool queryEvent(void*) const override { return true; }
   void synchronizeEvent(void* event) const override {
-    TORCH_CHECK(!event || !static_cast<Event*>(event)->capture,
+    TORCH_CHECK(!event || !is_captured(static_cast<Event*>(event)->capture),
                 "synchronizing an event waits for the device: not permitted while a graph is captured");
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {

@@ -124,11 +124,8 @@ void reset(const std::shared_ptr<ExternalEvent>& event, c10::Stream stream) {
 // ---- capture and replay
 
 Graph::~Graph() {
-  if (capturing_) drop_captures(this);
-  if (stream_) {
-    StreamState* state = find_state(*stream_);
-    if (state && state->waits_for && ready_) state->rest = nullptr;
-  }
+  drop_captures(this);
+  drop_replays(this);
 }
 
 void Graph::begin(c10::Stream stream) {
@@ -148,7 +145,8 @@ void Graph::end() {
 }
 
 void Graph::reset() {
-  if (capturing_) drop_captures(this);
+  drop_captures(this);
+  drop_replays(this);
   steps_.clear();
   capturing_ = ready_ = false;
 }
@@ -166,6 +164,7 @@ void Graph::run_from(size_t first, c10::Stream stream) {
     if (!steps_[i]->run()) {
       StreamState& state = make_state(stream);
       state.waits_for = static_cast<Wait&>(*steps_[i]).event.get();
+      state.replays = this;
       state.rest = [this, i, stream] { run_from(i, stream); };
       return;
     }
@@ -203,7 +202,7 @@ void begin_group(c10::Stream stream) {
 TaskGroup end_group(c10::Stream stream) {
   Graph* graph = capture_on(stream);
   TORCH_CHECK(graph && group_first, "graph_task_group_end without graph_task_group_begin");
-  const TaskGroup group{graph, *group_first, graph->size()};
+  const TaskGroup group{graph->shared_from_this(), *group_first, graph->size()};
   group_first.reset();
   return group;
 }

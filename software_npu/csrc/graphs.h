@@ -35,7 +35,7 @@ struct Step {
   virtual std::string name() const = 0;
 };
 
-class Graph {
+class Graph : public std::enable_shared_from_this<Graph> {
  public:
   ~Graph();
   void begin(c10::Stream stream);
@@ -60,7 +60,7 @@ class Graph {
 
 // The calls between graph_task_group_begin and _end, whose arguments an update replaces one after the other.
 struct TaskGroup {
-  Graph* graph = nullptr;
+  std::shared_ptr<Graph> graph;
   size_t first = 0, last = 0;
 };
 void begin_group(c10::Stream stream);

@@ -1,5 +1,6 @@
 #include "hccl.h"
 
+#include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -34,6 +35,36 @@ Tensors flat(const Tensors& tensors) {
 
 int device_of(const Tensors& tensors) { return tensors.empty() ? current_device() : tensors[0].device().index(); }
 
+// What has ended already. gloo's own work may write its results again when it is waited for again.
+struct Done final : c10d::Work {
+  explicit Done(const Tensors& results) : future(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors())) {
+    future->markCompleted(c10::IValue(results));
+  }
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds) override { return true; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
+
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+};
+
+// Several at once.
+struct All final : c10d::Work {
+  explicit All(std::vector<software_npu::Work> parts) : works(std::move(parts)) {}
+  bool isCompleted() override {
+    for (const auto& work : works) {
+      if (!work->isCompleted()) return false;
+    }
+    return true;
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (const auto& work : works) work->wait(timeout);
+    return true;
+  }
+
+  std::vector<software_npu::Work> works;  // within the class, Work is its base
+};
+
 // gloo has no average: it sums, and the sum is divided here, which waits for it.
 template <typename Options>
 Work averaged(const Options& options, const Tensors& results, int size,
@@ -41,10 +72,9 @@ Work averaged(const Options& options, const Tensors& results, int size,
   if (options.reduceOp != c10d::ReduceOp::AVG) return start(options);
   Options sum = options;
   sum.reduceOp = c10d::ReduceOp::SUM;
-  Work work = start(sum);
-  work->wait();
-  for (at::Tensor tensor : results) tensor.div_(size);
-  return work;
+  start(sum)->wait();
+  for (const at::Tensor& tensor : results) tensor.div_(size);
+  return c10::make_intrusive<Done>(results);
 }
 
 }  // namespace
@@ -59,6 +89,16 @@ Work ProcessGroupHCCL::submit(const char* what, int device, std::function<Work()
     work->wait();
     graph->add_action(what, [start] { start()->wait(); });
   }
+  if (coalesced_) coalesced_->push_back(work);
+  return work;
+}
+
+void ProcessGroupHCCL::startCoalescing() { coalesced_.emplace(); }
+
+Work ProcessGroupHCCL::endCoalescing() {
+  TORCH_CHECK(coalesced_, "endCoalescing without startCoalescing");
+  auto work = c10::make_intrusive<All>(std::move(*coalesced_));
+  coalesced_.reset();
   return work;
 }
 
@@ -182,14 +222,13 @@ Work ProcessGroupHCCL::alltoall(Tensors& outputs, Tensors& inputs, const c10d::A
                     buffer.narrow(0, begin, tensor.numel()).copy_(tensor);
                     begin += tensor.numel();
                   }
-                  Work work = gloo_->alltoall_base(result, buffer, output_splits, input_splits, options);
-                  work->wait();
+                  gloo_->alltoall_base(result, buffer, output_splits, input_splits, options)->wait();
                   begin = 0;
                   for (const at::Tensor& tensor : out) {
                     tensor.copy_(result.narrow(0, begin, tensor.numel()));
                     begin += tensor.numel();
                   }
-                  return work;
+                  return c10::make_intrusive<Done>(out);
                 });
 }
 

@@ -20,6 +20,9 @@ class ProcessGroupHCCL final : public c10d::Backend {
   ProcessGroupHCCL(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, std::string name);
 
   const std::string getBackendName() const override { return "hccl"; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  Work endCoalescing() override;
   const std::string& name() const { return name_; }
 
   Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
@@ -52,6 +55,7 @@ class ProcessGroupHCCL final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::string name_;
+  std::optional<std::vector<Work>> coalesced_;  // since startCoalescing
 };
 
 }  // namespace software_npu

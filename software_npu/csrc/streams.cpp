@@ -48,7 +48,22 @@ StreamState& make_state(c10::Stream stream) {
   return states[stream];
 }
 
-void drop_captures(Graph* graph) {
+bool is_captured(const Graph* graph) {
+  std::lock_guard<std::mutex> guard(states_lock);
+  for (auto& [stream, state] : states) {
+    if (graph && state.capture == graph) return true;
+  }
+  return false;
+}
+
+void drop_replays(const Graph* graph) {
+  std::lock_guard<std::mutex> guard(states_lock);
+  for (auto& [stream, state] : states) {
+    if (state.replays == graph) state = StreamState{state.capture};
+  }
+}
+
+void drop_captures(const Graph* graph) {
   std::lock_guard<std::mutex> guard(states_lock);
   for (auto& [stream, state] : states) {
     if (state.capture == graph) state.capture = nullptr;
@@ -62,6 +77,7 @@ void wake_streams(ExternalEvent* event) {
     for (auto& [stream, state] : states) {
       if (state.waits_for != event) continue;
       state.waits_for = nullptr;
+      state.replays = nullptr;
       ready.push_back(std::move(state.rest));
     }
   }

@@ -16,6 +16,7 @@ struct ExternalEvent;
 struct StreamState {
   Graph* capture = nullptr;          // the graph that records what is called on this stream
   ExternalEvent* waits_for = nullptr;
+  Graph* replays = nullptr;          // the graph that waits
   std::function<void()> rest;        // what goes on when that event is recorded
 };
 
@@ -26,7 +27,9 @@ c10::Stream new_stream(int device);
 // The state of a stream if it has one; most have none.
 StreamState* find_state(c10::Stream stream);
 StreamState& make_state(c10::Stream stream);
-void drop_captures(Graph* graph);
+bool is_captured(const Graph* graph);
+void drop_captures(const Graph* graph);
+void drop_replays(const Graph* graph);
 void wake_streams(ExternalEvent* event);
 
 // The graph that records this thread's calls on a device; refuses a stream that waits.

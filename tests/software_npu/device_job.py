@@ -4,7 +4,7 @@
     def test_it(): ...                   # or test_it(tmp_path): fixtures of the test, which must be picklable
 
     @on_npu(ranks=2)
-    def test_it(rank): ...               # in each of two processes that form a group, backend "cpu:gloo,npu:hccl"
+    def test_it(rank): ...               # in each of two processes that form a group over gloo and hccl
 
 Each body runs in a fork of one process that has imported torch, which finds the device as any process with
 software_npu/site on its PYTHONPATH does.
@@ -20,6 +20,7 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 
+from npu_ground import wheels_file
 from warm import PATIENCE_S, Warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,7 @@ _process: list[Warm] = []
 
 def process() -> Warm:
     if not (_process and _process[0].alive):
+        os.environ["SOFTWARE_NPU_WHEELS"] = str(wheels_file())
         _process[:] = [Warm(["torch"], str(SITE))]
     return _process[0]
 

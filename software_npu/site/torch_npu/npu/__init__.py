@@ -152,7 +152,7 @@ ipc_collect = set_compile_mode = set_option = set_sync_debug_mode = set_op_timeo
 _subscribe_report = _unsubscribe_report = _do_nothing
 
 
-def _launch_host_func(stream, function, data) -> None:
+def _launch_host_func(_stream, function, data) -> None:
     function(data)
 
 

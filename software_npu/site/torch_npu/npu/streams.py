@@ -101,7 +101,7 @@ class Event(torch.Event):
 
 
 class ExternalEvent:
-    """An event within a graph that the host records: ``wait`` and ``reset`` are captured, ``record`` is not."""
+    """An event within a graph that the host records: ``wait`` and ``reset`` are captured."""
 
     def __init__(self):
         self._event = _C.ExternalEvent()

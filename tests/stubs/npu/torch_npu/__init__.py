@@ -6,7 +6,12 @@ As the real package does, importing it adds ``torch.npu``.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
+
+sys.path.append(str(Path(__file__).parents[4]))  # software_npu has the kernels
 
 from . import _C, npu  # noqa: F401
 from .kernels import *  # noqa: F403

@@ -3,7 +3,7 @@
     import torch_npu.operators        # NPU_OPERATORS names the file that tests/patched/npu_ground.py wrote
 
 A call with a wrong name, argument or type is refused by torch's dispatcher as on a device. A right one
-reaches the kernels in kernels.py and inference.py, or fails with NotImplementedError. The operators are the
+reaches the kernels of software_npu, or fails with NotImplementedError. The operators are the
 attributes of ``torch_npu`` and ``torch_npu.atb`` that they are in the real package.
 """
 
@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 import torch_npu
-
-from . import inference
+from software_npu.kernels import inference
 
 NAMESPACES = ("npu", "atb", "_C_ascend")
 _written = json.loads(Path(os.environ["NPU_OPERATORS"]).read_text())

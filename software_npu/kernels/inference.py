@@ -1,14 +1,14 @@
 """The kernels that vllm-ascend's runner calls for Qwen3 and Qwen3-MoE, in plain torch.
 
-Their calls are counted in ``kernels.calls`` with those of MindSpeed's kernels, some of which they are.
+Their calls are counted in ``training.calls`` with those of the kernels for training, some of which they are.
 """
 
 from __future__ import annotations
 
 import torch
 
-from . import kernels
-from .kernels import counted
+from . import training
+from .training import counted
 
 KERNELS = {"npu": {}, "atb": {}, "_C_ascend": {}}  # namespace -> operator -> kernel
 
@@ -21,25 +21,15 @@ def kernel(namespace: str):
     return register
 
 
-for _function in (kernels.npu_rms_norm, kernels.npu_swiglu):
-    KERNELS["npu"][_function.__name__] = _function
-
-
-@kernel("npu")
-def npu_grouped_matmul(x, weight, *, group_list, group_type, group_list_type=0, split_item=0):
-    """Rows behind the last group, those of other ranks' experts, are left alone."""
-    rows = int(group_list.sum() if group_list_type == 1 else group_list[-1])
-    (product,) = kernels.npu_grouped_matmul.__wrapped__(
-        [x[0][:rows]], weight, group_list=group_list, group_type=group_type,
-        group_list_type=group_list_type, split_item=split_item,
-    )  # fmt: skip
-    return [torch.cat((product, product.new_zeros(len(x[0]) - rows, product.shape[1])))]
+for _name in training.__all__:
+    if _name != "npu_gmm":
+        KERNELS["npu"][_name] = getattr(training, _name)
 
 
 @kernel("npu")
 def npu_add_rms_norm(x1, x2, gamma, epsilon=1e-6):
-    x = x1 + x2
-    y, inverse = kernels.npu_rms_norm.__wrapped__(x, gamma, epsilon)  # one call, not two
+    x = x1 + x2  # rounded, as the sum that is returned
+    y, inverse = training.npu_rms_norm.__wrapped__(x, gamma, epsilon)  # one call, not two
     return y, inverse, x
 
 
@@ -140,6 +130,31 @@ def npu_fused_infer_attention_score(
     return output, query.new_zeros(0)
 
 
+@kernel("npu")
+def _npu_fused_infer_attention_score_get_max_workspace(query, key, value, **options):
+    return query.new_empty(16)
+
+
+def _with_out(query, key, value, *, attention_out, softmax_lse, workspace=None, **options):
+    kernel = KERNELS["npu"]["npu_fused_infer_attention_score"]
+    attention_out.copy_(kernel(query, key, value, **options)[0])
+    return attention_out, softmax_lse
+
+
+KERNELS["npu"]["npu_fused_infer_attention_score.out"] = _with_out
+
+
+@kernel("_C_ascend")
+def weak_ref_tensor(input):
+    """The same memory; here it is held."""
+    return input.view_as(input)
+
+
+@kernel("atb")
+def _npu_paged_attention_get_workspace(query, *args, **options):
+    return query.new_empty(16)
+
+
 @kernel("atb")
 def _npu_paged_attention(
     query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, out,
@@ -188,29 +203,11 @@ def npu_moe_init_routing_custom(
     return x[order // expert_idx.shape[1]], order.argsort().to(torch.int32), counts, x.new_zeros(0)
 
 
-@kernel("npu")
-def npu_moe_token_unpermute(
-    permuted_tokens, sorted_indices, probs=None, padded_mode=False, restore_shape=None
-):  # fmt: skip
-    rows = permuted_tokens[sorted_indices.abs().long()]
-    if probs is None:
-        return rows
-    return (rows.view(*probs.shape, -1) * probs.unsqueeze(-1).to(rows.dtype)).sum(1)
-
-
 def of_all_ranks(value) -> list:
     """What every rank of the default group passes, in order: the communication in MC2 operators."""
     gathered = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, value)
     return gathered
-
-
-@kernel("npu")
-def npu_moe_token_permute(tokens, indices, num_out_tokens=None, padded_mode=False):
-    """A row for each of a token's experts, by expert; where each went."""
-    order = indices.flatten().argsort(stable=True)
-    each = indices.shape[1] if indices.ndim == 2 else 1
-    return tokens[order // each], order.argsort().to(torch.int32)
 
 
 @kernel("npu")

@@ -1,0 +1,1 @@
+"""What the operators of an NPU compute, in plain torch on tensors of the host."""

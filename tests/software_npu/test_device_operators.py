@@ -1,0 +1,217 @@
+"""The operators of torch_npu: their schemas, their results and gradients against plain torch in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_job import on_npu
+from torch.nn import functional as F
+
+GEN = torch.Generator().manual_seed(0)
+
+
+def numbers(*shape, dtype=torch.float64):
+    return torch.randn(shape, generator=GEN, dtype=dtype)
+
+
+def agree(operator, reference, *inputs, tolerance=1e-12):
+    """Results and gradients of ``operator`` on an NPU and of ``reference`` on the CPU."""
+    here = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    there = [x.npu().requires_grad_(x.is_floating_point()) for x in inputs]
+    wanted, result = reference(*here), operator(*there)
+    assert result.device.type == "npu" and result.dtype == wanted.dtype
+    torch.testing.assert_close(result.cpu(), wanted, rtol=tolerance, atol=tolerance)
+    factors = numbers(*wanted.shape).to(wanted.dtype)
+    (wanted * factors).sum().backward()
+    (result * factors.npu()).sum().backward()
+    for x, y in zip(here, there, strict=True):
+        if x.is_floating_point():
+            assert y.grad.device.type == "npu" and y.grad.dtype == x.dtype
+            torch.testing.assert_close(y.grad.cpu(), x.grad, rtol=tolerance, atol=tolerance)
+
+
+@on_npu()
+def test_norm_activation_and_rotation():
+    import torch_npu
+
+    x, gamma = numbers(5, 8), numbers(8)
+    agree(
+        lambda *a: torch_npu.npu_rms_norm(*a, epsilon=1e-5)[0],
+        lambda x, g: F.rms_norm(x, (8,), g, 1e-5),
+        x,
+        gamma,
+    )
+    agree(torch_npu.npu_swiglu, lambda x: F.silu(x[:, :4]) * x[:, 4:], x)
+    angles = numbers(5, 1, 4)
+    x = numbers(5, 3, 8)
+
+    def turned(x):  # pairs (a, b) as complex numbers
+        turn = torch.polar(torch.ones_like(angles), angles)
+        y = torch.complex(x[..., :4], x[..., 4:]) * turn
+        return torch.cat([y.real, y.imag], -1)
+
+    cos, sin = (torch.cat([f(angles), f(angles)], -1).npu() for f in (torch.cos, torch.sin))
+    agree(lambda x: torch_npu.npu_rotary_mul(x, cos, sin), turned, x)
+
+
+@on_npu()
+def test_cross_entropy():
+    import torch_npu
+
+    logits, target = numbers(6, 9), torch.tensor([0, 8, 3, -100, 2, 2])
+    for reduction in ("none", "mean", "sum"):
+        agree(
+            lambda x, t: torch_npu.npu_cross_entropy_loss(x, t, reduction=reduction)[0],  # noqa: B023
+            lambda x, t: F.cross_entropy(x, t, reduction=reduction),  # noqa: B023
+            logits,
+            target,
+        )
+    agree(
+        lambda x, t: torch_npu.npu_cross_entropy_loss(x, t)[1], lambda x, t: x.log_softmax(-1), logits, target
+    )
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
+@on_npu()
+def test_attention_with_a_batch(layout):
+    import torch_npu
+
+    batch, heads, tokens, channels = 2, 4, 5, 6
+    q, k, v = (
+        numbers(batch, heads, tokens, channels),
+        numbers(batch, 2, tokens, channels),
+        numbers(batch, 2, tokens, channels),
+    )
+    order = {"BNSD": "bnsd", "BSND": "bsnd", "BSH": "bs(nd)", "SBH": "sb(nd)"}[layout]
+
+    def to(x):
+        x = x.permute(*["bnsd".index(c) for c in order if c in "bnsd"])
+        return x.flatten(2) if "(" in order else x
+
+    def reference(q, k, v):
+        return to(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True))
+
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).triu(1).npu()
+
+    def fused(q, k, v):
+        return torch_npu.npu_fusion_attention(*map(to, (q, k, v)), heads, layout, atten_mask=mask, scale=0.3)[
+            0
+        ]
+
+    agree(fused, reference, q, k, v)
+
+
+@on_npu()
+def test_packed_attention_stays_within_its_sequences():
+    import torch_npu
+
+    ends, heads = [3, 7], 4
+    q, k, v = numbers(7, 4, 6), numbers(7, 2, 6), numbers(7, 2, 6)
+    mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
+
+    def reference(q, k, v):
+        parts = [[x[a:b].transpose(0, 1) for x in (q, k, v)] for a, b in ((0, 3), (3, 7))]
+        each = [F.scaled_dot_product_attention(*p, is_causal=True, scale=0.3, enable_gqa=True) for p in parts]
+        return torch.cat([x.transpose(0, 1) for x in each])
+
+    def fused(q, k, v, ends=ends):
+        options = {"atten_mask": mask, "scale": 0.3, "sparse_mode": 3}
+        lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
+        return torch_npu.npu_fusion_attention(q, k, v, heads, "TND", **options, **lengths)[0]
+
+    agree(fused, reference, q, k, v)
+    with pytest.raises(AssertionError, match="end at 6 of 7 rows"):
+        fused(q.npu(), k.npu(), v.npu(), [3, 6])
+
+
+@on_npu()
+def test_experts():
+    import torch_npu
+
+    tokens, experts = numbers(4, 6), torch.tensor([[1, 0], [2, 1], [0, 2], [1, 2]])
+    probabilities = numbers(4, 2).softmax(-1)
+    by_expert = experts.flatten().argsort(stable=True)
+    agree(lambda x: torch_npu.npu_moe_token_permute(x, experts.npu())[0], lambda x: x[by_expert // 2], tokens)
+
+    def back_again(x, p):
+        rows, where = torch_npu.npu_moe_token_permute(x, experts.npu())
+        return torch_npu.npu_moe_token_unpermute(rows * 3, where, probs=p)
+
+    agree(back_again, lambda x, p: x * 3 * p.sum(1, keepdim=True), tokens, probabilities)
+
+
+@on_npu()
+def test_grouped_products_leave_the_rest_alone_and_have_no_gradient():
+    import torch_npu
+
+    x, weight, sizes = numbers(9, 4), numbers(3, 4, 5), [2, 0, 4]
+    wanted = torch.cat([x[:2] @ weight[0], x[2:6] @ weight[2]])
+    a, w = x.npu().requires_grad_(), weight.npu()
+    for kind, given in ((1, sizes), (0, [2, 2, 6])):
+        group_list = torch.tensor(given).npu()
+        (result,) = torch_npu.npu_grouped_matmul(
+            [a],
+            [w],
+            group_list=group_list,
+            split_item=2,
+            group_type=0,
+            group_list_type=kind,
+        )
+        torch.testing.assert_close(result[:6].cpu(), wanted)
+        assert result.shape == (9, 5) and (result[6:].abs() > 1000).all() and not result.requires_grad
+    (by_inner,) = torch_npu.npu_grouped_matmul(
+        [a.detach().t()], [a.detach()], group_list=torch.tensor([4, 5]).npu(), split_item=3, group_type=2,
+        group_list_type=1,
+    )  # fmt: skip
+    torch.testing.assert_close(by_inner.cpu(), torch.stack([x[:4].T @ x[:4], x[4:].T @ x[4:]]))
+
+
+@on_npu()
+def test_bfloat16_is_computed_in_float32_and_rounded_once():
+    import torch_npu
+
+    x, gamma = numbers(64, 128).bfloat16(), numbers(128).bfloat16()
+    result, inverse = torch_npu.npu_rms_norm(x.npu(), gamma.npu())
+    assert result.dtype is torch.bfloat16 and inverse.dtype is torch.float32
+    exact = F.rms_norm(x.double(), (128,), gamma.double(), 1e-6)
+    assert torch.equal(result.cpu(), exact.float().bfloat16())
+    agree(lambda x: torch_npu.npu_swiglu(x), lambda x: F.silu(x[:, :64]) * x[:, 64:], x, tolerance=2e-2)
+
+
+@on_npu()
+def test_schemas_and_devices_are_checked():
+    import torch_npu
+
+    x = torch.ones(2, 4)
+    with pytest.raises(NotImplementedError, match="npu::npu_swiglu was called with tensors of the cpu"):
+        torch_npu.npu_swiglu(x)
+    with pytest.raises(RuntimeError, match="same device.*npu::npu_rms_norm"):
+        torch_npu.npu_rms_norm(x.npu(), torch.ones(4))
+    with pytest.raises(RuntimeError, match="Unknown keyword argument 'eps'"):
+        torch_npu.npu_rms_norm(x.npu(), torch.ones(4).npu(), eps=1e-5)
+    with pytest.raises(NotImplementedError, match="no kernel for npu::npu_fast_gelu"):
+        torch_npu.npu_fast_gelu(x.npu())
+
+
+@on_npu()
+def test_operators_are_captured_whole_and_counted():
+    import torch_npu
+
+    from software_npu.kernels.training import calls
+
+    x, rows, graph = torch.ones(4, 6, device="npu"), torch.tensor([2, 2], device="npu"), torch.npu.NPUGraph()
+    weight = torch.ones(2, 6, 3, device="npu")
+    with torch.npu.graph(graph):
+        (y,) = torch_npu.npu_grouped_matmul(
+            [x], [weight], group_list=rows, split_item=2, group_type=0, group_list_type=1
+        )
+    assert graph.names() == ["npu::npu_grouped_matmul"] and calls["npu_grouped_matmul"] == 1
+    rows.copy_(torch.tensor([1, 1]))
+    x.fill_(2)
+    graph.replay()
+    assert y[:2].tolist() == [[12] * 3] * 2 and (y[2:] > 1000).all() and calls["npu_grouped_matmul"] == 2
+
+
+@on_npu()
+def test_integers_are_counted():
+    assert torch.histc(torch.tensor([1, 1, 3], device="npu"), 4, 0, 3).tolist() == [0, 2, 0, 1]
