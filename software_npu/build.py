@@ -32,8 +32,8 @@ UNITS = {
 DRIVER = "libsoftware_npu_driver.so"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 FLAGS = [
-    "-std=c++17", "-O1", "-fPIC", "-pthread", "-Wall", "-Wno-unknown-pragmas", "-Wno-attributes", "-DTORCH_EXTENSION_NAME=_C",
-    "-DAT_PER_OPERATOR_HEADERS",
+    "-std=c++17", "-O1", "-fPIC", "-pthread", "-Wall", "-Wno-unknown-pragmas", "-Wno-attributes",
+    "-DTORCH_EXTENSION_NAME=_C", "-DAT_PER_OPERATOR_HEADERS",
 ]  # fmt: skip
 
 

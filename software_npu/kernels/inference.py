@@ -33,6 +33,26 @@ def npu_add_rms_norm(x1, x2, gamma, epsilon=1e-6):
     return y, inverse, x
 
 
+@kernel("_C_ascend")
+def npu_add_rms_norm_bias(x1, x2, gamma, beta=None, epsilon=1e-6):
+    y, inverse, x = npu_add_rms_norm(x1, x2, gamma, epsilon)
+    return y if beta is None else y + beta, inverse, x
+
+
+@kernel("_C_ascend")
+def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
+    _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
+    return query, key
+
+
+@kernel("_C_ascend")
+def get_masked_input_and_mask(input, start, end, padding, added_start, added_end):
+    """Rows of this rank's part of the vocabulary, which has added words behind it; True where it has none."""
+    own, added = (input >= start) & (input < end), (input >= added_start) & (input < added_end)
+    offset = own * start + added * (added_start - (end - start) - padding)
+    return (own | added) * (input - offset), ~(own | added)
+
+
 @kernel("npu")
 def npu_format_cast(self, acl_format, customize_dtype=None):
     return self.clone()

@@ -1,4 +1,4 @@
-"""FSDP on two software NPUs over hccl: losses, gradients and weights equal those of one process on the CPU."""
+"""FSDP on two software NPUs over hccl: losses, gradients and weights equal those of one CPU process."""
 
 from __future__ import annotations
 
