@@ -39,9 +39,12 @@ command -v git >/dev/null 2>&1 || missing+=(git)
 if [ "$TARGET" = cpu ]; then
     command -v "$PYTHON" >/dev/null 2>&1 || missing+=(python3)
     "$PYTHON" -c 'import ensurepip, venv' >/dev/null 2>&1 || missing+=(python3-venv)
-    # Only for tests/test_launcher.py, which also needs root.
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && ! command -v ip >/dev/null 2>&1; then
-        missing+=(iproute2)
+    # Only for tests: test_launcher.py, which also needs root, and the software NPU.
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+        command -v ip >/dev/null 2>&1 || missing+=(iproute2)
+        command -v g++ >/dev/null 2>&1 || missing+=(g++)
+        "$PYTHON" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' >/dev/null 2>&1 ||
+            missing+=(python3-dev)
     fi
 fi
 if [ ${#missing[@]} -gt 0 ]; then

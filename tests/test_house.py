@@ -55,6 +55,14 @@ def test_imports_go_down(room):
         assert floor[other] < floor[room], f"{room} may not import {other}: {sorted(files)}"
 
 
+def test_the_software_npu_knows_nothing_of_this_project():
+    """Nor of the frameworks: others can use it."""
+    for path in (HOUSE.parent / "software_npu").rglob("*.py"):
+        text = path.read_text()
+        names = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.M))
+        assert not names & (FRAMEWORKS - {"torch_npu"}) and "ascend_rl" not in text, path
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_room_says_what_it_is_for(room):
     assert ast.get_docstring(ast.parse((HOUSE / room / "__init__.py").read_text()))

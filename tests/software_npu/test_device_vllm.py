@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import ascend_build
+import pytest
 import torch
 from device_job import ROOT, SITE
 from npu_ground import wheels_file
@@ -15,14 +17,9 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [2] * 20]
 NEW_TOKENS = 8
 PROGRAM = """
 import json, sys
-import types, torch, vllm.platforms
-info = sys.modules["vllm_ascend._build_info"] = types.ModuleType("vllm_ascend._build_info")
-info.__device_type__ = "A3"  # the wheel says A2, which an A3 refuses
-from vllm_ascend.platform import NPUPlatform
-vllm.platforms._current_platform = NPUPlatform()
-import npu_ground
-from vllm import SamplingParams
-llm = npu_ground.make_llm(sys.argv[1])
+import torch
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], enforce_eager=True, dtype="float32", max_model_len=512, num_gpu_blocks_override=64)
 requests = [{"prompt_token_ids": prompt} for prompt in json.loads(sys.argv[2])]
 sampling = SamplingParams(temperature=0, max_tokens=int(sys.argv[3]), ignore_eos=True)
 outputs = llm.generate(requests, sampling, use_tqdm=False)
@@ -36,21 +33,35 @@ print("ANSWER", json.dumps({
 """
 
 
-def test_greedy_tokens_equal_hugging_face(tiny):
-    from transformers import AutoModelForCausalLM
+CHIPS = {"A2": "ascend910b3", "A3": "ascend910_9391"}
 
-    own = [ROOT, ROOT / "tests/patched", ROOT / "tests"]
-    path = [SITE, ROOT / "frameworks/vllm_ascend", *own]
+
+def run(tiny, chip: str) -> subprocess.CompletedProcess[str]:
+    """PROGRAM, with only the device and the tree on its path: vLLM has to find its platform itself."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT / "frameworks/vllm_ascend")]),
         "SOFTWARE_NPU_WHEELS": str(wheels_file()),
+        "SOFTWARE_NPU_CHIP": chip,
         "VLLM_ASCEND_ENABLE_NZ": "0",
     }
     arguments = [str(tiny / "model"), json.dumps(PROMPTS), str(NEW_TOKENS)]
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    run = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
-    answers = [line for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert answers, run.stdout[-2000:] + run.stderr[-4000:]
+    return subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def series() -> str:
+    """What frameworks/vllm_ascend is compiled for."""
+    found = ascend_build.built_for(ROOT / "frameworks/vllm_ascend/vllm_ascend")
+    return found or pytest.skip("frameworks/vllm_ascend is not compiled")
+
+
+def test_greedy_tokens_equal_hugging_face(tiny, series):
+    from transformers import AutoModelForCausalLM
+
+    ran = run(tiny, CHIPS[series])
+    answers = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert answers, ran.stdout[-2000:] + ran.stderr[-4000:]
     result = json.loads(answers[0].removeprefix("ANSWER "))
     model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
     for prompt, ids in zip(PROMPTS, result["ids"], strict=True):
@@ -61,3 +72,11 @@ def test_greedy_tokens_equal_hugging_face(tiny):
         assert ids == whole[0, len(prompt) :].tolist()
     assert (result["runner"], result["weights"]) == ("vllm_ascend.worker.model_runner_v1", "npu:0")
     assert result["bytes"] > sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_what_is_compiled_for_another_series_is_refused(tiny, series):
+    """As an Atlas A3 refuses the released wheel."""
+    (other,) = CHIPS.keys() - {series}
+    ran = run(tiny, CHIPS[other])
+    assert ran.returncode and "ANSWER" not in ran.stdout
+    assert f"{other} does not match the installed version's device type" in ran.stdout + ran.stderr

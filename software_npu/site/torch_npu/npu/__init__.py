@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 
 import torch
@@ -40,6 +41,8 @@ matmul = types.SimpleNamespace(allow_hf32=False)
 conv = types.SimpleNamespace(allow_hf32=True)
 npugraph_ex = types.ModuleType("torch_npu.npu.npugraph_ex")
 _initialized = True
+# The first of the numbers that a series has, by how the names of its chips begin.
+_SERIES = {"ascend310p": 200, "ascend910b": 220, "ascend910_93": 250}
 
 
 def is_available() -> bool:
@@ -89,10 +92,10 @@ def get_device_name(device=None) -> str:
 
 
 def get_device_properties(device=None) -> types.SimpleNamespace:
-    """Those of a die of an Atlas A3."""
+    """Those of a die: SOFTWARE_NPU_CHIP, an Atlas A3 if that is not set."""
     device_index(device)
     return types.SimpleNamespace(
-        name="Ascend910_9391",
+        name=_chip().capitalize(),
         total_memory=_C.total_bytes(),
         cube_core_num=24,
         vector_core_num=48,
@@ -104,8 +107,20 @@ def get_device_capability(device=None) -> None:
     """None, as on an NPU."""
 
 
+def _chip() -> str:
+    return os.environ.get("SOFTWARE_NPU_CHIP", "ascend910_9391")
+
+
 def get_soc_version() -> int:
-    return 250  # an A3
+    """The number of the chip's series.
+
+    Raises:
+        ValueError: SOFTWARE_NPU_CHIP is none of those known.
+    """
+    for beginning, number in _SERIES.items():
+        if _chip().startswith(beginning):
+            return number
+    raise ValueError(f"SOFTWARE_NPU_CHIP={_chip()}: known are chips that begin with {', '.join(_SERIES)}")
 
 
 def can_device_access_peer(device, peer) -> bool:
