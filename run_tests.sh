@@ -51,7 +51,7 @@ else
 fi
 status=0
 log "1/2 tests that can share the machine"
-python -m pytest -q -n 2 --dist loadgroup -m "not alone$wanted" --junitxml="$results/shared.xml" "${ARGS[@]}" || status=1
+python -m pytest -q -n 2 -m "not alone$wanted" --junitxml="$results/shared.xml" "${ARGS[@]}" || status=1
 log "2/2 real runs"
 python -m pytest -q -m "alone$wanted" --junitxml="$results/alone.xml" || status=1
 ARGS=(--wall $((SECONDS - started)))

@@ -108,12 +108,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Quick tests first, real runs last: a mistake shows early.
 
     Of the patched frameworks, first Megatron's models in this process: a vLLM engine in it keeps the default
-    process group, of which there can be one. For pytest -n 2 --dist loadgroup a file is a group, which one of
-    the two runs, since its tests share fixtures; proofs share nothing.
+    process group, of which there can be one.
     """
     order = ["tests", "software_npu", "patched", "e2e"]
     files = {"test_memory_plan.py": 0, "test_left_out.py": 2}
     items.sort(key=lambda item: (order.index(item.path.parent.name), files.get(item.path.name, 1)))
-    for item in items:
-        if item.path.name != "test_left_out.py":
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """For pytest -n 2: one process runs all tests of a file: they share fixtures. Proofs share nothing."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if file.endswith("/test_left_out.py") else file
+
+    config.option.loadscopereorder = False  # in the order above
+    return ByFile(config, log)

@@ -93,7 +93,7 @@ def problems(draw):
     experts = groups * draw(st.integers(1, 4))
     least = -(-experts // ranks)
     slots = draw(st.integers(least, max(least, experts // nodes)))
-    values = st.one_of(st.integers(0, 5), st.integers(0, 1000), st.floats(0, 1e6))
+    values = st.one_of(st.integers(0, 5), st.integers(0, 1000), st.floats(0, 1e6, allow_subnormal=False))
     rows = draw(st.lists(st.lists(values, min_size=experts, max_size=experts), min_size=1, max_size=3))
     return np.array(rows, dtype=float), ranks, slots, nodes, groups
 

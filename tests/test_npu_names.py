@@ -20,6 +20,9 @@ def test_names_of_torch_npu(root):
     }
     names = {module: set(found) for module, found in known["names"].items()}
     names["torch_npu"] |= operators["npu"] | set(known["atb names"]["torch_npu"])
+    # The file of the ATB operators' names is _atb_ops.py.
+    names |= {"torch_npu.op_plugin": {"atb"}, "torch_npu.op_plugin.atb": {"_atb_ops"}}
+    names["torch_npu"].add("op_plugin")
     names["torch_npu.atb"] = set(known["atb names"]["torch_npu.atb"])
     used, missing = set(), []
     for path in [*root.glob("patches/*/*.patch"), *root.glob("ascend_rl/*/*.py")]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 
@@ -62,3 +64,14 @@ def test_a_run_that_died_is_no_success(tmp_path):
     assert summary(files[:1], 1, False) == (True, "\n1 passed in 0 min 1 s")
     well, text = summary(files, 1, False)
     assert not well and "FAILED absent" in text
+
+
+def test_one_process_runs_a_file_and_the_other_the_next(root):
+    """Else fixtures are made twice, and what a test leaves for the next is not there."""
+    files = ["tests/test_switch.py", "tests/test_npu_tools.py"]
+    command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "-p", "no:cacheprovider", *files]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    out = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=True).stdout
+    ran = re.findall(r"^\[(gw\d)\] .* PASSED (tests/\w+\.py)::", out, re.M)
+    assert len(ran) > 10 and len({worker for worker, _ in ran}) == 2
+    assert len(set(ran)) == len(files), ran

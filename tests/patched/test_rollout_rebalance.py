@@ -262,6 +262,7 @@ def test_a_server_that_stalls_is_relieved(manager, unmoved, engines):
 
 def test_the_requests_of_a_killed_server_end_on_the_other(manager, unmoved, engines):
     """vLLM ends all engines of a server with the first."""
+    os.kill(engines[1], signal.SIGSTOP)  # nothing there ends before
 
     async def soon():
         await until_busy(server_of(manager.server_handles[1]))
@@ -272,13 +273,16 @@ def test_the_requests_of_a_killed_server_end_on_the_other(manager, unmoved, engi
     assert same(moved(manager, SKEWED[:4]), rollout(manager, SKEWED[:4])) < 2e-5  # the next rollout works
 
 
-def test_without_any_server_the_rollout_fails_at_once(manager, unmoved):
+def test_without_any_server_the_rollout_fails_at_once(manager, unmoved, engines):
     """Here the server's own process dies: Ray's error, not vLLM's."""
     import ray
+
+    os.kill(engines[0], signal.SIGSTOP)
 
     async def soon():
         await until_busy(manager.server_handles[0])
         ray.kill(manager.server_handles[0])
+        os.kill(engines[0], signal.SIGKILL)
 
     with pytest.raises(Exception) as caught:
         moved(manager, SKEWED, beside=soon)
