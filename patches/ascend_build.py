@@ -48,6 +48,7 @@ from sources import run as run_tool
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from ascend_rl.host import npu_tools  # noqa: E402
+from ascend_rl.host.npu_tools import built_for  # noqa: E402
 
 BUILT_FILE = "ascend-rl-built"  # in .git: what the compiled files were built from, and for
 INSTALLER = b"ascend-rl\n"  # in the dist-info directories that are ours to remove
@@ -73,11 +74,8 @@ def chip(asked: str, env: Mapping[str, str]) -> str:
     Raises:
         ToolError: none is asked for and none is found, or it is unknown.
     """
-    if asked:
-        series(asked.lower())
-        return asked.lower()
     try:
-        found = npu_tools.chip_name(env)
+        found = asked.lower() or npu_tools.chip_name(env)
     except npu_tools.ToolError as error:
         raise ToolError(
             f"no NPU tells for which chip to compile vllm-ascend ({error}): on a build server name it, "
@@ -85,13 +83,6 @@ def chip(asked: str, env: Mapping[str, str]) -> str:
         ) from None
     series(found)
     return found
-
-
-def built_for(package: Path) -> str | None:
-    """The series in _build_info.py of vllm_ascend; None if nothing was built."""
-    path = package / "_build_info.py"
-    found = re.search(r"__device_type__ = '(\w+)'", path.read_text()) if path.is_file() else None
-    return found and found[1]
 
 
 def compiled_for(

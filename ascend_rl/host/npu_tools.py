@@ -20,6 +20,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 # Series, for one of which vllm-ascend is compiled, as its setup.py names them: by how the chip's name begins.
 SERIES = {"ascend910b": "A2", "ascend910_93": "A3", "ascend310p": "_310P"}
@@ -155,17 +156,19 @@ def parse_fields(text: str) -> list[dict[str, str]]:
     return blocks
 
 
-def chip_name(env: Mapping[str, str] | None = None) -> str:
-    """The chip of the first NPU, as CANN and vllm-ascend's SOC_VERSION name it: ascend910_9391, ascend910b3.
+def chip_name(env: Mapping[str, str] | None = None, npu: int | None = None) -> str:
+    """The chip of an NPU, as CANN and vllm-ascend's SOC_VERSION name it: ascend910_9391, ascend910b3.
 
-    An A2 prints "Ascend" as Chip Type and "910B3" as Chip Name; an A3 no type, "Ascend910" and an NPU Name.
+    Of the first NPU, if none is given. An A2 prints "Ascend" as Chip Type and "910B3" as Chip Name; an A3
+    prints no type, "Ascend910" and an NPU Name.
 
     Raises:
         ToolError: npu-smi is absent or fails, or names no chip.
     """
-    dies, _ = parse_npu_smi(run(["npu-smi", "info"], env))
-    npu = str(dies[0].npu)
-    blocks = parse_fields(run(["npu-smi", "info", "-t", "board", "-i", npu, "-c", "0"], env))
+    if npu is None:
+        dies, _ = parse_npu_smi(run(["npu-smi", "info"], env))
+        npu = dies[0].npu
+    blocks = parse_fields(run(["npu-smi", "info", "-t", "board", "-i", str(npu), "-c", "0"], env))
     fields = {key: value for block in blocks for key, value in block.items()}  # of one chip, in any order
     kind, chip, name = (fields.get(key, "") for key in ("Chip Type", "Chip Name", "NPU Name"))
     if not chip or not (kind or name):
@@ -180,6 +183,13 @@ def series(chip: str) -> str | None:
     ('A3', 'A2', None)
     """
     return next((name for beginning, name in SERIES.items() if chip.startswith(beginning)), None)
+
+
+def built_for(package: Path) -> str | None:
+    """The series in _build_info.py of the package vllm_ascend; None if nothing was built."""
+    path = package / "_build_info.py"
+    found = re.search(r"__device_type__ = '(\w+)'", path.read_text()) if path.is_file() else None
+    return found and found[1]
 
 
 def parse_equals(text: str) -> dict[str, str]:

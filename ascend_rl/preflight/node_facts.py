@@ -122,7 +122,7 @@ def tree_facts(root: Path) -> dict[str, dict]:
     return facts
 
 
-def rollout_facts(env: Mapping[str, str]) -> dict:
+def rollout_facts(env: Mapping[str, str], dies: Sequence[dict] = ()) -> dict:
     """What decides whether the rollout starts: the chip, what vllm-ascend was compiled for, and its platform.
 
     {"chip": as CANN names it, "series": of _build_info.py, "platforms": packages that offer vLLM
@@ -131,11 +131,9 @@ def rollout_facts(env: Mapping[str, str]) -> dict:
     """
     facts: dict = {"chip": None, "series": None, "torch_npu": None}
     with contextlib.suppress(ToolError):
-        facts["chip"] = npu_tools.chip_name(env)
+        facts["chip"] = npu_tools.chip_name(env, dies[0]["npu"] if dies else None)
     if spec := importlib.util.find_spec("vllm_ascend"):
-        with contextlib.suppress(OSError):
-            text = Path(spec.origin).with_name("_build_info.py").read_text()
-            facts["series"] = npu_tools.parse_equals(text).get("__device_type__", "").strip(" '\"") or None
+        facts["series"] = npu_tools.built_for(Path(spec.origin).parent)
     plugins = importlib.metadata.entry_points(group="vllm.platform_plugins")
     facts["platforms"] = sorted({entry.value.partition(":")[0] for entry in plugins})
     if importlib.util.find_spec("torch_npu"):
@@ -363,7 +361,7 @@ def collect(env: Mapping[str, str] | None = None, root: Path = ROOT, ascend: Pat
         "dies": dies,
         "processes": processes,
         "devices": len(list(Path("/dev").glob("davinci[0-9]*"))),
-        "rollout": rollout_facts(env) if on_ascend else None,
+        "rollout": rollout_facts(env, dies) if on_ascend else None,
         "absent": absent,
         "open_files": list(resource.getrlimit(resource.RLIMIT_NOFILE)),
         "disks": disk_facts(env, root),
