@@ -108,18 +108,17 @@ def make_upstream(directory: Path) -> str:
     return git(directory, "rev-parse", "HEAD")
 
 
-def copy_checkout(destination: Path, ignored: list[str]) -> None:
-    shutil.copytree(ROOT, destination, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*ignored))
-
-
 def make_host(directory: Path) -> Host:
     """Everything but vllm_ascend itself, which `download_frameworks_source_code.sh` then fetches."""
     commit = make_upstream(directory / "upstream")
     framework = sources.Project.load(ROOT).framework("vllm_ascend")
     root, environment, cann = directory / "checkout", directory / "python", directory / "cann"
-    copy_checkout(
+    shutil.copytree(
+        ROOT,
         root,
-        [".git", ".venv*", "frameworks", "data", "outputs", "logs", "checkpoints", ".*_cache"],
+        ignore=shutil.ignore_patterns(
+            ".git", ".venv*", "frameworks", "data", "outputs", "logs", "checkpoints", ".*_cache"
+        ),
     )
     lock = root / "frameworks.lock"
     lock.write_text(
