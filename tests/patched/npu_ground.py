@@ -1,24 +1,22 @@
-"""vllm-ascend's own worker and model runner on a CPU: a process that has imported them runs the tests' jobs.
+"""vllm-ascend's own worker and model runner on the software NPU: a process that imported them runs the tests' jobs.
 
     def job(path, method): ...           # top level of a test module; arguments and result are JSON
     def test_it(npu_ground, tiny):
         assert npu_ground.run(job, str(tiny / "model"), "ngram") == ...
 
-Each job is forked from the process, so it starts at once with fresh state. tests/stubs/npu replaces the
-driver; the schemas of its operators come from the released torch-npu and vllm-ascend. ``generate`` is the
-job that most tests need. VLLM_ASCEND_TREE selects another tree than frameworks/vllm_ascend.
+Each job is forked from the process, so it starts at once with fresh state. The device is software_npu/, of the
+series that the tree is compiled for; vLLM finds vllm-ascend by itself. ``generate`` is the job that most
+tests need. VLLM_ASCEND_TREE selects another tree than frameworks/vllm_ascend.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import faulthandler
 import gc
-import importlib
+import importlib.util
 import json
 import os
-import re
 import select
 import signal
 import socket
@@ -26,91 +24,14 @@ import subprocess
 import sys
 import tempfile
 import traceback
-import zipfile
-from dataclasses import replace
 from pathlib import Path
 
+from npu_wheels import CHIPS, wheels_file
 from warm import PATIENCE_S
 
+from ascend_rl.host.npu_tools import built_for
+
 ROOT = Path(__file__).resolve().parents[2]
-OPTION = re.compile(rb"\0(hccl_\w+)\0")
-TEXT = re.compile(rb"[\t\n\x20-\x7e]{8,}")
-SCHEMA = re.compile(r"(_?[a-z]\w*(?:\.\w+)?) ?\(.*\) ?-> ?\(?.*", re.S)
-
-
-def top_level_names(module: ast.Module) -> set[str]:
-    """What a module defines, assigns or imports at its top level."""
-    names = set()
-    for node in module.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return names
-
-
-def schemas_in(library: bytes) -> list[str]:
-    """Operator schemas among the strings of a compiled library."""
-    texts = (" ".join(text.decode().split()) for text in TEXT.findall(library))
-    return sorted({text for text in texts if SCHEMA.fullmatch(text)})
-
-
-def wheels_file() -> Path:
-    """data/npu_wheels_VERSIONS.json: what the tests need to know of the pinned wheels, written once.
-
-    Operator schemas by namespace; "names" that modules of torch_npu have; options of HCCL process groups.
-    The compiled part of vllm-ascend is in its tree, or in its wheel where the tree was cloned from git.
-    """
-    import yaml
-
-    from sources import Project, machine, pip_download
-
-    project = Project.load(ROOT)
-    ascend, vllm_ascend = project.tables["ascend"], project.framework("vllm_ascend")
-    path = ROOT / f"data/npu_wheels_{ascend['torch_npu']}_{vllm_ascend.version}.json"
-    if path.exists():
-        return path
-    torch_npu = replace(project.framework("torch_npu"), version=ascend["torch_npu"])
-    path.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        wheel = zipfile.ZipFile(pip_download(project, torch_npu, machine(), Path(scratch, "npu"), 600))
-        listed = yaml.load(
-            wheel.read("torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"),
-            getattr(yaml, "CSafeLoader", yaml.SafeLoader),
-        )
-        names = {}
-        for member in wheel.namelist():
-            if re.fullmatch(r"torch_npu/(npu/\w+|__init__)\.py", member):
-                module = member.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-                names[module] = sorted(top_level_names(ast.parse(wheel.read(member))))
-        atb = {
-            node.targets[0].id: ast.literal_eval(node.value)
-            for node in ast.parse(wheel.read("torch_npu/op_plugin/atb/_atb_ops.py")).body
-            if isinstance(node, ast.Assign) and node.targets[0].id in ("API_LIST", "ATB_API_LIST")
-        }
-        compiled = [*project.tree("vllm_ascend").glob("vllm_ascend/vllm_ascend_C*.so")]
-        if compiled:
-            library = compiled[0].read_bytes()
-        else:
-            own = zipfile.ZipFile(pip_download(project, vllm_ascend, machine(), Path(scratch, "own"), 600))
-            (member,) = [name for name in own.namelist() if "/vllm_ascend_C" in name]
-            library = own.read(member)
-        written = {
-            "npu": [entry["func"] for entry in listed["custom"]],
-            "atb": schemas_in(wheel.read("torch_npu/lib/libop_plugin_atb.so")),
-            "_C_ascend": schemas_in(library),
-            "atb names": {"torch_npu": atb["API_LIST"], "torch_npu.atb": atb["ATB_API_LIST"]},
-            "names": names,
-            "HCCL options": sorted(
-                {name.decode() for name in OPTION.findall(wheel.read("torch_npu/lib/libtorch_npu.so"))}
-            ),
-        }
-        Path(scratch, "written").write_text(json.dumps(written, indent=1))
-        os.replace(Path(scratch, "written"), path)
-    return path
-
 
 class Ground:
     """The process; use it as a context manager."""
@@ -118,11 +39,11 @@ class Ground:
     def __enter__(self) -> Ground:
         tree = os.environ.get("VLLM_ASCEND_TREE", ROOT / "frameworks/vllm_ascend")
         own = [ROOT, ROOT / "tests/patched", ROOT / "tests"]  # tests/ has files of the same names
-        path = [ROOT / "tests/stubs/npu", os.environ.get("PYTHONPATH"), tree, *own]
+        path = [ROOT / "software_npu/site", os.environ.get("PYTHONPATH"), tree, *own]
         settings = {
             "PYTHONPATH": os.pathsep.join(map(str, filter(None, path))),
-            "NPU_OPERATORS": str(wheels_file()),
-            "VLLM_PLUGINS": "",  # the platform is set by name: a tree cloned from git has no metadata
+            "SOFTWARE_NPU_WHEELS": str(wheels_file()),
+            "SOFTWARE_NPU_CHIP": CHIPS[built_for(Path(tree, "vllm_ascend")) or "A3"],
             "VLLM_ASCEND_ENABLE_NZ": "0",
         }
         self.directory = tempfile.TemporaryDirectory(prefix="npu-ground-")
@@ -164,23 +85,36 @@ class Ground:
 
 
 def prepare() -> None:
-    """Import vllm-ascend as vLLM's platform, built for the device of tests/stubs/npu."""
-    import types
+    """Import vllm-ascend, which vLLM finds.
 
-    import torch_npu.device  # noqa: F401
-
+    A tree from git that nobody compiled has no metadata to be found by, and does not say for which series it is: A3.
+    """
     import vllm.platforms
 
-    sys.modules["vllm_ascend._build_info"] = types.ModuleType("vllm_ascend._build_info")
-    sys.modules["vllm_ascend._build_info"].__device_type__ = "A3"
-    from vllm_ascend.platform import NPUPlatform
+    if importlib.util.find_spec("vllm_ascend._build_info") is None:
+        compiled_for("A3")
+        from vllm_ascend.platform import NPUPlatform
 
-    vllm.platforms._current_platform = NPUPlatform()
+        vllm.platforms._current_platform = NPUPlatform()
+    assert vllm.platforms.current_platform.device_name == "npu"
     import ray  # noqa: F401
 
     import vllm.entrypoints.llm
     from vllm_ascend.quantization.compressed_tensors import compressed_tensors  # noqa: F401
     from vllm_ascend.worker import worker  # noqa: F401
+
+
+def compiled_for(series: str) -> None:
+    """Stands in for a tree that is compiled for a series of chips, on one of them: the released wheel is for A2."""
+    import types
+
+    import vllm_ascend.utils
+
+    build_info = types.ModuleType("vllm_ascend._build_info")
+    build_info.__device_type__ = series
+    sys.modules[build_info.__name__] = vllm_ascend._build_info = build_info
+    vllm_ascend.utils._ascend_device_type = None
+    os.environ["SOFTWARE_NPU_CHIP"] = CHIPS[series]
 
 
 def serve() -> None:
@@ -226,8 +160,7 @@ def make_llm(path: str, **options):
 
 def generate(path: str, prompts: list[list[int]], sampling: dict, **options) -> dict:
     """Token ids by prompt, the calls of NPU operators by name, the class of the runner."""
-    from torch_npu.kernels import calls
-
+    from software_npu.kernels.training import calls
     from vllm import SamplingParams
 
     llm = make_llm(path, **options)
@@ -242,19 +175,12 @@ def generate(path: str, prompts: list[list[int]], sampling: dict, **options) -> 
     }
 
 
-def on_ranks(device: str, world: int, function, *args):
+def on_ranks(series: str, world: int, function, *args):
     """In a job: what ``function`` returns on rank 0 of ``world``, as vLLM's external_launcher wants them.
 
-    ``device`` is A2 or A3. A rank that fails ends all.
+    The tree counts as compiled for ``series``, A2 or A3. A rank that fails ends all.
     """
-    import torch
-
-    import vllm_ascend.utils
-
-    sys.modules["vllm_ascend._build_info"].__device_type__ = device
-    vllm_ascend.utils._ascend_device_type = None
-    torch.npu.get_soc_version = lambda: {"A2": 220, "A3": 250}[device]
-    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = ",".join(map(str, range(world)))
+    compiled_for(series)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}

@@ -38,6 +38,7 @@ def emitted(logits: list[list[float]], top_k: int | None) -> dict[str, list]:
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     torch.manual_seed(0)
+    torch.set_default_device("npu")
     drafted, rows = len(DRAFT), torch.arange(REQUESTS * (len(DRAFT) + 1)).view(REQUESTS, -1)
     metadata = SpecDecodeMetadata(
         draft_token_ids=torch.tensor(DRAFT * REQUESTS, dtype=torch.int32),

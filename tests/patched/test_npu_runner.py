@@ -40,6 +40,6 @@ def test_greedy_tokens_equal_hugging_face(npu_ground, tmp_path, kind):
     experts = {"moe_gating_top_k": 1, "npu_moe_init_routing_custom": 1, "npu_grouped_matmul": 2,
                "npu_swiglu": 1, "npu_moe_token_unpermute": 1}  # fmt: skip
     expected = {"_npu_rotary_embedding": 1, "_npu_reshape_and_cache": 1, "npu_fused_infer_attention_score": 1,
-                "npu_add_rms_norm": 2} | ({"npu_swiglu": 1} if kind == "dense" else experts)  # fmt: skip
+                "npu_add_rms_norm_bias": 2} | ({"npu_swiglu": 1} if kind == "dense" else experts)  # fmt: skip
     calls = {name: each_layer * calls for name, calls in expected.items()}
     assert result["calls"] == calls | {"npu_rms_norm": NEW_TOKENS * (2 * LAYERS + 1)}

@@ -21,8 +21,7 @@ METHODS = {
 def engine_runs(path: str, prompts: list[list[int]], methods: dict, options: dict, sampling: dict) -> dict:
     """A job. For each method: token ids and log-probs by prompt; the engine's steps, drafted and accepted
     tokens and preemptions; calls of operators; the class of the drafter."""
-    from torch_npu.kernels import calls
-
+    from software_npu.kernels.training import calls
     from vllm import SamplingParams
 
     runs = {}

@@ -20,7 +20,7 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 
-from npu_ground import wheels_file
+from npu_wheels import wheels_file
 from warm import PATIENCE_S, Warm
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import ascend_build
 import pytest
 import torch
 from device_job import ROOT, SITE
-from npu_ground import wheels_file
+from npu_wheels import CHIPS, wheels_file
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [2] * 20]
 NEW_TOKENS = 8
@@ -31,9 +31,6 @@ print("ANSWER", json.dumps({
     "bytes": torch.npu.memory_allocated(),
 }))
 """
-
-
-CHIPS = {"A2": "ascend910b3", "A3": "ascend910_9391"}
 
 
 def run(tiny, chip: str) -> subprocess.CompletedProcess[str]:
