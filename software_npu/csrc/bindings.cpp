@@ -22,6 +22,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("memory_figures", &npu::memory_figures);
   m.def("total_bytes", &snpu_total_bytes);
   m.def("used_bytes", &snpu_used_bytes);
+  m.def("peak_bytes", &snpu_peak_bytes);
+  m.def("woken", &snpu_woken);
+  m.def("collective_counts", &npu::collective_counts);
   m.def("without_memory", [](uintptr_t address) { return snpu_without_memory(reinterpret_cast<void*>(address)); });
   m.def("reset_peaks", &npu::reset_peaks);
   m.def("empty_cache", &npu::empty_cache);

@@ -14,7 +14,8 @@
 
 namespace {
 
-std::atomic<int64_t> used[kMostDevices];
+std::atomic<int64_t> used[kMostDevices], peak[kMostDevices];
+std::atomic<int64_t> woken{0};
 std::atomic<int> devices{-1};  // -1: not asked yet
 
 int64_t number(const char* name, int64_t otherwise) {
@@ -41,6 +42,7 @@ struct Range {
   size_t bytes;
   int device;
   bool mapped;
+  bool slept = false;
 };
 std::mutex ranges_lock;
 std::map<const char*, Range> ranges;  // by first address
@@ -64,12 +66,20 @@ int64_t snpu_total_bytes() {
 int64_t snpu_used_bytes(int device) { return used[device]; }
 
 bool snpu_take(int device, int64_t bytes) {
-  if ((used[device] += bytes) <= snpu_total_bytes()) return true;
-  used[device] -= bytes;
-  return false;
+  const int64_t now = used[device] += bytes;
+  if (now > snpu_total_bytes()) {
+    used[device] -= bytes;
+    return false;
+  }
+  for (int64_t most = peak[device]; now > most && !peak[device].compare_exchange_weak(most, now);) {
+  }
+  return true;
 }
 
 void snpu_give(int device, int64_t bytes) { used[device] -= bytes; }
+
+int64_t snpu_peak_bytes(int device) { return peak[device]; }
+int64_t snpu_woken() { return woken; }
 
 size_t snpu_granularity() { return 64 << 10; }
 
@@ -96,6 +106,7 @@ bool snpu_map(void* address) {
   }
   snpu_fill_with_garbage(address, range.bytes);
   range.mapped = true;
+  woken += range.slept;
   --unmapped_ranges;
   return true;
 }
@@ -109,6 +120,7 @@ void snpu_unmap(void* address) {
   mmap(address, range.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   snpu_give(range.device, range.bytes);
   range.mapped = false;
+  range.slept = true;
   ++unmapped_ranges;
 }
 

@@ -15,6 +15,10 @@ int snpu_device_count();
 // Bytes of one device: SOFTWARE_NPU_MEMORY_MB (8192).
 int64_t snpu_total_bytes();
 int64_t snpu_used_bytes(int device);
+int64_t snpu_peak_bytes(int device);
+
+// Ranges that got memory again after they had lost it.
+int64_t snpu_woken();
 
 // Takes memory of a device; false if it has not that much. What was taken is given back with the same size.
 bool snpu_take(int device, int64_t bytes);

@@ -4,11 +4,20 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <mutex>
+
 #include "graphs.h"
 #include "memory.h"
 
 namespace software_npu {
 namespace {
+
+std::mutex counts_lock;
+std::map<std::string, int64_t> counts;
+void count(const char* what) {
+  std::lock_guard<std::mutex> guard(counts_lock);
+  ++counts[what];
+}
 
 // The host's view of what is sent or received.
 at::Tensor host(const at::Tensor& tensor) {
@@ -79,15 +88,24 @@ Work averaged(const Options& options, const Tensors& results, int size,
 
 }  // namespace
 
+std::map<std::string, int64_t> collective_counts() {
+  std::lock_guard<std::mutex> guard(counts_lock);
+  return counts;
+}
+
 ProcessGroupHCCL::ProcessGroupHCCL(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, std::string name)
     : c10d::Backend(rank, size), gloo_(std::move(gloo)), name_(std::move(name)) {}
 
 Work ProcessGroupHCCL::submit(const char* what, int device, std::function<Work()> start) {
   Graph* graph = capture_of(device);
+  count(what);
   Work work = start();
   if (graph) {
     work->wait();
-    graph->add_action(what, [start] { start()->wait(); });
+    graph->add_action(what, [what, start] {
+      count(what);
+      start()->wait();
+    });
   }
   if (coalesced_) coalesced_->push_back(work);
   return work;

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,9 @@ namespace software_npu {
 
 using Tensors = std::vector<at::Tensor>;
 using Work = c10::intrusive_ptr<c10d::Work>;
+
+// Calls of this process by name, those of replayed graphs too.
+std::map<std::string, int64_t> collective_counts();
 
 class ProcessGroupHCCL final : public c10d::Backend {
  public:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from . import training
+from . import communication, training
 from .training import counted
 
 KERNELS = {"npu": {}, "atb": {}, "_C_ascend": {}}  # namespace -> operator -> kernel
@@ -223,11 +223,36 @@ def npu_moe_init_routing_custom(
     return x[order // expert_idx.shape[1]], order.argsort().to(torch.int32), counts, x.new_zeros(0)
 
 
-def of_all_ranks(value) -> list:
-    """What every rank of the default group passes, in order: the communication in MC2 operators."""
-    gathered = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, value)
-    return gathered
+def product(x1: torch.Tensor, x2: torch.Tensor, bias=None) -> torch.Tensor:
+    result = training.wide(x1) @ training.wide(x2)
+    return (result if bias is None else result + bias).to(x1.dtype)
+
+
+@kernel("npu")
+def npu_mm_all_reduce_base(x1, x2, hcom, *, reduce_op="sum", bias=None, comm_turn=0):
+    assert reduce_op == "sum"
+    return communication.all_reduce(hcom, product(x1, x2, bias))
+
+
+@kernel("npu")
+def npu_mm_reduce_scatter_base(
+    self, x2, hcom, world_size, *, reduce_op="sum", bias=None, comm_turn=0, output_dtype=None, comm_mode=None
+):
+    """[rows, k] x [k, n], summed over the ranks: [rows / world_size, n], those of this rank."""
+    assert reduce_op == "sum" and len(self) % world_size == 0, (reduce_op, len(self), world_size)
+    whole = communication.all_reduce(hcom, product(self, x2, bias))
+    return whole.chunk(world_size)[communication.group(hcom).rank()].clone()
+
+
+@kernel("npu")
+def npu_all_gather_base_mm(
+    self, x2, hcom, world_size, *, bias=None, gather_index=0, gather_output=True, comm_turn=0,
+    output_dtype=None, comm_mode=None,
+):  # fmt: skip
+    """The ranks' rows times x2, and those rows."""
+    assert gather_index == 0
+    rows = torch.cat(communication.all_gather(hcom, self))
+    return product(rows, x2, bias), rows if gather_output else rows.new_zeros(0)
 
 
 @kernel("npu")
@@ -241,7 +266,8 @@ def npu_moe_distribute_dispatch_v2(
     assert expert_ids.numel() == 0 or 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < moe_expert_num
     local = moe_expert_num // ep_world_size
     rows, experts, origins = [], [], []
-    for rank, (tokens, ids) in enumerate(of_all_ranks((x, expert_ids.long()))):
+    gathered = [communication.all_gather(group_ep, part) for part in (x, expert_ids.long())]
+    for rank, (tokens, ids) in enumerate(zip(*gathered, strict=True)):
         place = (ids.flatten() // local == ep_rank_id).nonzero().flatten()
         rows.append(tokens[place // ids.shape[1]])
         experts.append(ids.flatten()[place] % local)
@@ -259,9 +285,17 @@ def npu_moe_distribute_combine_v2(
     ep_rank_id, moe_expert_num, *, tp_send_counts=None, expand_scales=None, group_tp="", tp_world_size=0,
     tp_rank_id=0, expert_shard_type=0, shared_expert_rank_num=0, global_bs=0,
 ):  # fmt: skip
-    output = expand_x.new_zeros(len(expert_ids), expand_x.shape[1])
-    for rows, origins in of_all_ranks((expand_x, assist_info_for_combine)):
+    output = torch.zeros(len(expert_ids), expand_x.shape[1])
+    gathered = [communication.all_gather(group_ep, part) for part in (expand_x, assist_info_for_combine)]
+    for rows, origins in zip(*gathered, strict=True):
         mine = origins[:, 0] == ep_rank_id
         place = origins[mine, 1]
         output.index_add_(0, place // expert_ids.shape[1], rows[mine] * expert_scales.flatten()[place, None])
-    return output
+    return output.to(expand_x.dtype)
+
+
+@kernel("npu")
+def npu_prefetch(self, dependency, max_size, offset=0):
+    """Brings part of a weight into the cache, which changes no result."""
+    if max_size <= 0 or not 0 <= offset < self.nbytes:
+        raise RuntimeError(f"npu_prefetch: max_size {max_size} or offset {offset} of {self.nbytes} bytes")

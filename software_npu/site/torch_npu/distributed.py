@@ -6,6 +6,8 @@ import itertools
 
 import torch.distributed as dist
 
+from software_npu.kernels import communication
+
 from ._C._distributed_c10d import Options, ProcessGroupHCCL
 
 _numbers = itertools.count()
@@ -19,6 +21,7 @@ def make_group(given, options=None):
         )
     gloo = dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, given.timeout)
     name = f"hccl_{given.group_id}_{next(_numbers)}"
+    communication.groups[name] = gloo
     return ProcessGroupHCCL(gloo, given.group_rank, given.group_size, name)
 
 
