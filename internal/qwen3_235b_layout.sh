@@ -21,7 +21,8 @@ qwen3_235b_layout() {
         actor_rollout_ref.actor.megatron.pipeline_model_parallel_size="$PP"
         "$t".num_layers_in_first_pipeline_stage=23        # the embedding and
         "$t".num_layers_in_last_pipeline_stage=23         # the output layer take the place of a layer: 23 + 24 + 24 + 23
-        "$t.pipeline_num_transformer_layers=[[23],[24],[24],[23]]"
+        # Quoted, since MindSpeed reads a string and stops at OmegaConf's list.
+        "$t.pipeline_num_transformer_layers='[[23],[24],[24],[23]]'"
         actor_rollout_ref.actor.megatron.expert_model_parallel_size="$EP"
         actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1
         actor_rollout_ref.actor.megatron.param_offload=True

@@ -414,6 +414,27 @@ def _(s):
 
 
 @rule(
+    "train.mindspeed_values",
+    "error",
+    "MindSpeed gets what its checks of options read",
+    why="with the fused rotary embedding it asks the configuration for position_embedding_type, which verl does "
+    "not set (AttributeError); the split of a pipeline it parses as a string (TypeError on Hydra's list)",
+    fix="+...override_transformer_config.position_embedding_type=rope, and quotes: "
+    "\"...pipeline_num_transformer_layers='[[23],[24],[24],[23]]'\"",
+)
+def _(s):
+    prefix = f"{MEGATRON}.override_transformer_config"
+    if not (s.npu and s.megatron):
+        return
+    position = s.get(f"{prefix}.position_embedding_type")
+    if s.get(f"{prefix}.use_fused_rotary_pos_emb") and position != "rope":
+        yield f"{prefix}.position_embedding_type", "not set" if position is None else str(position)
+    split = s.get(f"{prefix}.pipeline_num_transformer_layers")
+    if split is not None and not isinstance(split, str):
+        yield f"{prefix}.pipeline_num_transformer_layers", f"a list, {split}"
+
+
+@rule(
     "train.recompute",
     "error",
     "full recomputation specifies the method and the number of layers",
