@@ -37,6 +37,7 @@
 #                        on NPU nodes 0, 14400, 14400)
 #   PROGRESS=1           a progress bar instead of the output; the output is in OUTPUT_DIR/train.log either way
 #   SKIP_PREFLIGHT=1     start without the checks
+#   SMOKE=1              rehearse TRAIN_SCRIPT on a tiny model, on this node, without NPUs (docs/rehearsal.md)
 #
 # Ctrl-C stops the run on all nodes. Only processes started by this script are stopped.
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
@@ -50,6 +51,8 @@ for file in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal/a
 done
 set -eu
 use_python
+# shellcheck source=internal/smoke_env.sh
+if [ "${SMOKE:-0}" = 1 ]; then . "$ROOT/internal/smoke_env.sh"; fi
 
 # In long-lived actors glibc's malloc fragments memory and keeps it; jemalloc returns it.
 for file in /usr/local/lib/libjemalloc.so.2 /usr/lib/*-linux-gnu/libjemalloc.so.2 /usr/lib64/libjemalloc.so.2; do

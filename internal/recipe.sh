@@ -7,9 +7,8 @@ smoking() {
 }
 
 # dies NNODES NPUS_PER_NODE: the size a recipe is made for, unless variables of these names override it. With SMOKE=1 the
-# overrides stay those of that size; NPUS_PER_NODE then is the number of workers on this CPU.
+# overrides stay those of that size, until `smoke` replaces them.
 dies() {
-    SMOKE_WORKERS="${NPUS_PER_NODE:-1}"
     if smoking; then NNODES="$1" NPUS_PER_NODE="$2"; fi
     NNODES="${NNODES:-$1}" NPUS_PER_NODE="${NPUS_PER_NODE:-$2}"
     # shellcheck disable=SC2034
@@ -141,6 +140,7 @@ mindspeed() {
     ARGS+=(
         "$t".use_flash_attn=True            # TND flash attention; without it "Please set micro_batch_size or use_flash_attn"
         "$t".use_fused_rotary_pos_emb=True
+        "$t".position_embedding_type=rope   # which the option above asks MindSpeed for, and only Megatron's own arguments have
         "$t".use_fused_swiglu=True
     )
 }
@@ -168,126 +168,126 @@ ring_attention() {
     )
 }
 
-# What a CPU does not support. SMOKE=1 removes these overrides if a recipe has them, and nothing else.
-NOT_ON_CPU=(
-    # MindSpeed needs torch_npu: its fused operators, its ring attention, its optimizer and its MoE schedules.
-    use_flash_attn use_fused_rotary_pos_emb use_fused_swiglu swap_optimizer
-    context_parallel_size context_parallel_algo cp_window_size use_cp_send_recv_overlap use_fused_ring_attention_update
-    moe_alltoall_overlap_comm moe_zero_memory gemm_gradient_accumulation_fusion
-    # Read only by MindSpeed; unknown to megatron-core.
-    seq_length pipeline_num_transformer_layers
-    # TransformerEngine's fused kernel; its stub has none.
-    moe_permute_fusion
-    # Sizes: how 94 layers are split into 4 stages.
-    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
-)
+# setting KEY: the last value that the recipe gives KEY, or nothing.
+setting() {
+    local argument value=
+    for argument in "${ARGS[@]}"; do
+        case "$argument" in "$1="* | "+$1="*) value="${argument#*=}" ;; esac
+    done
+    echo "$value"
+}
 
-# smoke dense|moe fsdp|megatron: with SMOKE=1, run the recipe on a CPU: append overrides that replace sizes and devices, and
-# remove NOT_ON_CPU. Algorithm, loss, sampling, reward and strategy stay as in the recipe. Call it last.
+# split_in_two KEY...: 2 for each of these parallel sizes that the recipe has at 2 or more, else 1; their product multiplies SMOKE_DIES.
+split_in_two() {
+    local key value
+    for key in "$@"; do
+        value="$(setting "$key")"
+        if [ "${value:-1}" -gt 1 ]; then value=2; else value=1; fi
+        SMOKE_SIZES+=("$key=$value") SMOKE_DIES=$((SMOKE_DIES * value))
+    done
+}
+
+# smoke dense|moe fsdp|megatron: with SMOKE=1, rehearse the recipe on a tiny model: append overrides that replace sizes. All
+# else stays: device npu, graphs, sleep, offload, MindSpeed's options, loss, sampling, reward. Parallel sizes above 1 become
+# 2. Call it last. What was replaced is printed at the start of the run (python -m ascend_rl.rehearsal).
 smoke() {
     smoking || return 0
-    local data="$ROOT/data/tiny" t=actor_rollout_ref.actor.megatron.override_transformer_config
-    local updates=$((TRAIN_BATCH / MINI_BATCH)) name argument
+    local data="$ROOT/data/tiny" a=actor_rollout_ref t=actor_rollout_ref.actor.megatron.override_transformer_config
+    local updates=$((TRAIN_BATCH / MINI_BATCH)) argument gen_tp gen_dp=1 stages checkpoint
     if [ "$1" = moe ]; then data="$ROOT/data/tiny_moe"; fi
-    if [ "${DRY_RUN:-0}" != 1 ]; then smoke_data "$1" "$data" >&2; fi
+    checkpoint="${data}_mcore"
+    if [ "${USE_ALLTOALL_OVERLAP:-0}" = 1 ]; then checkpoint+=_overlap; fi  # another layout of the experts
+    if [ "${DRY_RUN:-0}" != 1 ]; then smoke_data "$1" "$data" "$checkpoint" >&2; fi
 
-    # Sizes: model, data, lengths, batches (as many updates per step as before), parallel sizes, length of the run.
-    local sizes=(
-        actor_rollout_ref.model.path="$data/model"
+    SMOKE_DIES=1 SMOKE_SIZES=()
+    if [ "$2" = megatron ]; then
+        split_in_two $a.actor.megatron.{tensor,pipeline}_model_parallel_size $a.actor.megatron.context_parallel_size
+    else
+        split_in_two $a.actor.ulysses_sequence_parallel_size
+    fi
+    if [ "$SMOKE_DIES" = 1 ]; then SMOKE_DIES=2; fi
+    # The rollout: all dies are one server where experts are spread over it, else they are two.
+    gen_tp="$(setting $a.rollout.tensor_model_parallel_size)"
+    if [ "$(setting $a.rollout.expert_parallel_size)" ]; then
+        gen_tp=2 gen_dp=$((SMOKE_DIES / 2))
+        SMOKE_SIZES+=($a.rollout.expert_parallel_size="$SMOKE_DIES")
+        stages="$(setting $a.actor.megatron.pipeline_model_parallel_size)"
+        SMOKE_SIZES+=($a.actor.megatron.expert_model_parallel_size=$((stages > 1 ? SMOKE_DIES / 2 : SMOKE_DIES)))
+    elif [ "${gen_tp:-1}" -gt 1 ]; then
+        gen_tp=$((SMOKE_DIES > 2 ? SMOKE_DIES / 2 : 2))
+    fi
+    SMOKE_SIZES+=(
+        trainer.nnodes=1
+        trainer.n_gpus_per_node="$SMOKE_DIES"
+        $a.rollout.tensor_model_parallel_size="${gen_tp:-1}"
+        $a.rollout.data_parallel_size="$gen_dp"
+        # The model, the data, lengths, and as many updates a step as the recipe has.
+        $a.model.path="$data/model"
         data.train_files="$data/train.parquet"
         data.val_files="$data/val.parquet"
         data.train_batch_size=$((4 * updates))
         data.max_prompt_length=16
         data.max_response_length=16
         data.dataloader_num_workers=0
-        actor_rollout_ref.rollout.n=4
-        actor_rollout_ref.actor.ppo_mini_batch_size=4
-        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128
-        actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=128
-        actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=128
-        actor_rollout_ref.rollout.tensor_model_parallel_size=1
-        actor_rollout_ref.rollout.data_parallel_size=1
-        actor_rollout_ref.rollout.expert_parallel_size=1
-        actor_rollout_ref.rollout.max_model_len=64
-        actor_rollout_ref.rollout.max_num_seqs=64
-        actor_rollout_ref.rollout.max_num_batched_tokens=1024
-        actor_rollout_ref.rollout.agent.num_workers=1
-        actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16
-        +actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=128
+        $a.rollout.n=4
+        $a.actor.ppo_mini_batch_size=4
+        $a.actor.ppo_max_token_len_per_gpu=128
+        $a.ref.log_prob_max_token_len_per_gpu=128
+        $a.rollout.log_prob_max_token_len_per_gpu=128
+        $a.rollout.max_model_len=64
+        $a.rollout.max_num_seqs=32
+        $a.rollout.max_num_batched_tokens=256
+        "$a.rollout.cudagraph_capture_sizes=[4,8,16,32]"
+        $a.rollout.agent.num_workers=1
+        $a.rollout.checkpoint_engine.update_weights_bucket_megabytes=16
+        +$a.rollout.engine_kwargs.vllm.num_gpu_blocks_override=64
         reward.num_workers=1
-        trainer.nnodes=1
-        trainer.n_gpus_per_node="$SMOKE_WORKERS"
         trainer.total_training_steps="${STEPS:-2}"
         trainer.val_before_train=False
         trainer.test_freq=-1
         trainer.save_freq=-1
         trainer.resume_mode=disable
     )
-    # The device: float32, so that rollout and trainer can be compared to 1e-5; no offloading, no graphs, no sleep.
-    local device=(
-        trainer.device=cpu
-        actor_rollout_ref.rollout.dtype=float32
-        actor_rollout_ref.rollout.enforce_eager=True
-        actor_rollout_ref.rollout.free_cache_engine=False
-        +actor_rollout_ref.rollout.enable_sleep_mode=False
-        +actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni
-    )
-    if [ "$2" = megatron ]; then
-        sizes+=(
-            actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1
-            actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1
-            actor_rollout_ref.actor.megatron.context_parallel_size=1
-        )
-        if [ "$1" = moe ]; then
-            sizes+=(actor_rollout_ref.actor.megatron.expert_model_parallel_size="$SMOKE_WORKERS")
-        fi
-        device+=(
-            actor_rollout_ref.actor.megatron.dtype=float32
-            actor_rollout_ref.ref.megatron.dtype=float32
-            actor_rollout_ref.actor.megatron.param_offload=False
-            actor_rollout_ref.actor.megatron.grad_offload=False
-            actor_rollout_ref.actor.megatron.optimizer_offload=False
-            actor_rollout_ref.ref.megatron.param_offload=False
-        )
-    else
-        sizes+=(actor_rollout_ref.actor.ulysses_sequence_parallel_size=1)
-        # Packed sequences, and with them Ulysses, need flash attention.
-        device+=(
-            actor_rollout_ref.model.use_remove_padding=False
-            +actor_rollout_ref.model.override_config.attn_implementation=sdpa
-            actor_rollout_ref.actor.fsdp_config.dtype=float32
-            actor_rollout_ref.actor.fsdp_config.param_offload=False
-            actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
-            actor_rollout_ref.ref.fsdp_config.param_offload=False
-        )
-    fi
+    if [ "${SMOKE_DTYPE:-bfloat16}" = float32 ]; then smoke_float32 "$2"; fi
     for argument in "${ARGS[@]}"; do
         case "$argument" in
-        actor_rollout_ref.actor.megatron.use_dist_checkpointing=True)
-            sizes+=(actor_rollout_ref.actor.megatron.dist_checkpointing_path="${data}_mcore") ;;
-        actor_rollout_ref.ref.megatron.use_dist_checkpointing=True)
-            sizes+=(actor_rollout_ref.ref.megatron.dist_checkpointing_path="${data}_mcore") ;;
-        actor_rollout_ref.actor.optim.lr_warmup_steps=*)   # shorter than the run
-            sizes+=(actor_rollout_ref.actor.optim.lr_warmup_steps=1) ;;
+        $a.actor.megatron.use_dist_checkpointing=True)
+            SMOKE_SIZES+=($a.actor.megatron.dist_checkpointing_path="$checkpoint") ;;
+        $a.ref.megatron.use_dist_checkpointing=True)
+            SMOKE_SIZES+=($a.ref.megatron.dist_checkpointing_path="$checkpoint") ;;
+        "+$t.context_parallel_size="*) SMOKE_SIZES+=("$t.context_parallel_size=2") ;;
+        # Of two stages Megatron takes one number only.
+        "+$t.num_layers_in_"*) argument="${argument#+}"; SMOKE_SIZES+=("~${argument%%=*}") ;;
+        "+$t.pipeline_num_transformer_layers="*) SMOKE_SIZES+=("$t.pipeline_num_transformer_layers='[[1],[1]]'") ;;
+        $a.actor.optim.lr_warmup_steps=*) SMOKE_SIZES+=($a.actor.optim.lr_warmup_steps=1) ;;   # shorter than the run
         +reward.reward_kwargs.max_resp_len=*)
-            sizes+=(reward.reward_kwargs.max_resp_len=16 reward.reward_kwargs.overlong_buffer_cfg.len=8) ;;
+            SMOKE_SIZES+=(reward.reward_kwargs.max_resp_len=16 reward.reward_kwargs.overlong_buffer_cfg.len=8) ;;
         esac
-        for name in "${NOT_ON_CPU[@]}"; do
-            case "$argument" in "+$t.$name="*) device+=("~$t.$name") ;; esac
-        done
     done
-    ARGS+=("${sizes[@]}" "${device[@]}")
+    ARGS+=("${SMOKE_SIZES[@]}")
 }
 
-# smoke_data dense|moe DATA_DIR: the tiny model and its task, and for MoE its Megatron checkpoint. Created once.
+# SMOKE_DTYPE=float32: rollout and trainer agree to 1e-5, which shows that they are the same model. MindSpeed's swapped
+# optimizer then is left out: it knows only parameters of 16 bits.
+smoke_float32() {
+    local a=actor_rollout_ref t=actor_rollout_ref.actor.megatron.override_transformer_config
+    SMOKE_SIZES+=($a.rollout.dtype=float32)
+    if [ "$1" = megatron ]; then
+        SMOKE_SIZES+=($a.actor.megatron.dtype=float32 $a.ref.megatron.dtype=float32)
+        if [ "$(setting "$t.swap_optimizer")" = True ]; then SMOKE_SIZES+=("~$t.swap_optimizer"); fi
+    else
+        SMOKE_SIZES+=($a.actor.fsdp_config.dtype=float32)
+    fi
+}
+
+# smoke_data dense|moe DATA_DIR CHECKPOINT: the tiny model and its task, and for MoE its Megatron checkpoint. Created once.
 smoke_data() {
     mkdir -p "$(dirname "$2")"
     (
         flock 9
         if [ "$1" = moe ]; then
             python -m ascend_rl.tiny --out "$2" --moe --warm-start 0.85
-            [ -e "${2}_mcore" ] ||
-                python "$ROOT/converter_hf_to_mcore.py" --hf_model_path "$2/model" --output_path "${2}_mcore"
+            [ -e "$3" ] || python "$ROOT/converter_hf_to_mcore.py" --hf_model_path "$2/model" --output_path "$3"
         else
             python -m ascend_rl.tiny --out "$2"
         fi

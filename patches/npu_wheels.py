@@ -1,15 +1,22 @@
-"""What the tests need to know of the pinned wheels of torch_npu and vllm-ascend: schemas, names, options."""
+"""What the software NPU and tests need to know of the pinned wheels of torch_npu and vllm-ascend: schemas, names, options.
+
+python patches/npu_wheels.py        # prints the path of the file; downloads the wheels (about 30 MB) the first time
+"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
+import sys
 import tempfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+
+from sources import Project, ToolError, machine, pip_download
 
 ROOT = Path(__file__).resolve().parents[1]
 CHIPS = {"A2": "ascend910b3", "A3": "ascend910_9391"}  # a chip of each series
@@ -38,14 +45,12 @@ def schemas_in(library: bytes) -> list[str]:
 
 
 def wheels_file() -> Path:
-    """data/npu_wheels_VERSIONS.json: what the tests need to know of the pinned wheels, written once.
+    """data/npu_wheels_VERSIONS.json, written once.
 
     Operator schemas by namespace; "names" that modules of torch_npu have; options of HCCL process groups.
     The compiled part of vllm-ascend is in its tree, or in its wheel where the tree was cloned from git.
     """
     import yaml
-
-    from sources import Project, machine, pip_download
 
     project = Project.load(ROOT)
     ascend, vllm_ascend = project.tables["ascend"], project.framework("vllm_ascend")
@@ -90,3 +95,12 @@ def wheels_file() -> Path:
         Path(scratch, "written").write_text(json.dumps(written, indent=1))
         os.replace(Path(scratch, "written"), path)
     return path
+
+
+if __name__ == "__main__":
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # of the downloads
+            path = wheels_file()
+        print(path)
+    except ToolError as error:
+        sys.exit(f"ERROR: {error}")

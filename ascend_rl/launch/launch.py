@@ -256,7 +256,7 @@ def user_of(port: int) -> str:
 def preflight(plan: Plan) -> None:
     """Report now what would fail later, on this node or in the configuration (preflight/preflight.py).
 
-    Not for SMOKE=1, which piles a CPU's overrides onto those of a cluster (internal/recipe.sh).
+    Not for SMOKE=1, which piles overrides onto those of a cluster and needs none of its nodes.
     """
     if plan.on("SKIP_PREFLIGHT") or switched_on("SMOKE"):
         return
@@ -279,6 +279,11 @@ def launch(plan: Plan) -> int:
         log_file(plan).unlink(missing_ok=True)
         if plan.role == "head":
             (plan.output_dir / "metrics.jsonl").unlink(missing_ok=True)
+        if switched_on("SMOKE"):  # what its processes record, see ascend_rl/recipe/rehearsal.py
+            record = plan.output_dir.resolve() / "record"
+            shutil.rmtree(record, ignore_errors=True)
+            record.mkdir(parents=True)
+            os.environ["SOFTWARE_NPU_RECORD"] = str(record)
     except OSError as error:
         raise CannotWork(
             f"{error.filename} cannot be written: {error.strerror}; set OUTPUT_DIR and LOG_DIR"
@@ -299,6 +304,9 @@ def launch(plan: Plan) -> int:
         finally:
             if code:
                 keep_ray_logs(plan, directory)
+    if switched_on("SMOKE") and not code:
+        told = [sys.executable, "-m", "ascend_rl.rehearsal", plan.script, str(plan.output_dir)]
+        code = subprocess.run(told).returncode
     return code
 
 
