@@ -1,7 +1,10 @@
-"""Run a function in several processes that form a gloo process group, with the stubs of tests/stubs.
+"""Run a function in several processes that form a process group.
 
     from ranks import run_ranks
     norms = run_ranks(4, grad_norms, layouts)      # grad_norms(rank, layouts) in each of 4 processes
+    norms = run_ranks(4, grad_norms, layouts, npu=True)     # and each has a software NPU
+
+They have gloo and the stubs of tests/stubs, or an NPU each, gloo and HCCL, and no stubs.
 
 The function must be importable (top level of a test module); its results come back as a list, by rank. What
 the ranks print is shown if one of them fails.
@@ -10,6 +13,7 @@ the ranks print is shown if one of them fails.
 from __future__ import annotations
 
 import os
+import runpy
 import socket
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +21,7 @@ from pathlib import Path
 from warm import PATIENCE_S, Warm
 
 STUBS = Path(__file__).resolve().parent / "stubs"
+SITE = STUBS.parents[1] / "software_npu/site"
 _newest: list[Warm] = []
 
 
@@ -25,40 +30,54 @@ def warm(path: str) -> Warm:
     if _newest and not (_newest[0].path == path and _newest[0].alive):
         _newest.pop().stop()
     if not _newest:
-        _newest.append(Warm(["verl.models.mcore", "verl.workers.megatron_workers"], path))
+        # The worker first: it imports MindSpeed, if that is on the path, before Megatron.
+        _newest.append(Warm(["verl.workers.megatron_workers", "verl.models.mcore"], path))
     return _newest[0]
 
 
-def in_group(rank: int, function, args: tuple):
+def in_group(rank: int, npu: bool, function, args: tuple):
     import torch
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
+    if npu:
+        runpy.run_path(str(STUBS / "torch_2_8.py"))["install"]()
+        torch.npu.set_device(rank)
+    backend = "cpu:gloo,npu:hccl" if npu else "gloo"
+    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=PATIENCE_S))
     value = function(rank, *args)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return value
 
 
-def run_ranks(world: int, function, *args, stubs: tuple[Path, ...] = ()) -> list:
+def run_ranks(world: int, function, *args, stubs: tuple[Path, ...] = (), npu: bool = False) -> list:
     """Results of ``function(rank, *args)`` by rank.
 
-    PYTHONPATH of the ranks: ``stubs``, tests/stubs, and what it is here, such as a variant of a framework.
+    PYTHONPATH of the ranks: ``stubs``, tests/stubs or the software NPU, and what it is here, such as a
+    variant of a framework.
 
     Raises:
         AssertionError: a rank raised (with its traceback), or not all ranks answered in time.
     """
-    places = [*stubs, STUBS, *filter(None, [os.environ.get("PYTHONPATH")])]
+    places = [*stubs, SITE if npu else STUBS, *filter(None, [os.environ.get("PYTHONPATH")])]
+    device = {}
+    if npu:
+        from npu_ground import wheels_file
+
+        device = {"SOFTWARE_NPU_WHEELS": str(wheels_file()), "ASCEND_HOME_PATH": str(STUBS)}
+        os.environ |= device  # of the process that forks, too: it imports torch
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     return warm(os.pathsep.join(map(str, places))).run(
         world,
         in_group,
+        npu,
         function,
         args,
         WORLD_SIZE=str(world),
         LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        **device,
     )

@@ -124,6 +124,7 @@ def serve(modules: Sequence[str]) -> None:
     """Import the modules, then fork for one job after another."""
     answers, before = os.fdopen(os.dup(1), "w"), dict(os.environ)
     os.dup2(2, 1)
+    del sys.argv[1:]  # MindSpeed reads them
     try:
         for module in modules:
             importlib.import_module(module)

@@ -13,10 +13,13 @@ __all__ = [
     "npu_cross_entropy_loss",
     "npu_fusion_attention",
     "npu_fusion_attention_grad",
-    "npu_gmm",
     "npu_grouped_matmul",
     "npu_moe_token_permute",
+    "npu_moe_token_permute_with_routing_map",
+    "npu_moe_token_permute_with_routing_map_grad",
     "npu_moe_token_unpermute",
+    "npu_moe_token_unpermute_with_routing_map_grad",
+    "_npu_moe_token_unpermute_with_routing_map",
     "npu_rms_norm",
     "npu_rotary_mul",
     "npu_rotary_position_embedding",
@@ -171,7 +174,8 @@ def npu_fusion_attention_grad(
     returns them.
     """
     assert input_layout == "TND" and keep_prob == 1.0
-    groups, grads = head_num // key.shape[1], ([], [], [])
+    groups, grads, dtype = head_num // key.shape[1], ([], [], []), query.dtype
+    query, key, value, dy, attention_in = map(wide, (query, key, value, dy, attention_in))
     ends = zip(pairwise(_from_zero(actual_seq_qlen)), pairwise(_from_zero(actual_seq_kvlen)), strict=True)
     for (begin, end), (begin_kv, end_kv) in ends:
         own, q = slice(begin, end), query[begin:end]
@@ -191,7 +195,7 @@ def npu_fusion_attention_grad(
         for parts, by_key, other in ((grads[1], by_score, q), (grads[2], weights, dy[own])):
             by_head = torch.einsum("qhk,qhc->khc", by_key, other)
             parts.append(by_head.unflatten(1, (-1, groups)).sum(2))
-    return *map(torch.cat, grads), torch.empty(0), torch.empty(0)
+    return *(torch.cat(grad).to(dtype) for grad in grads), torch.empty(0), torch.empty(0)
 
 
 def _by_head(values: list[torch.Tensor]) -> torch.Tensor:
@@ -246,15 +250,6 @@ def npu_grouped_matmul(
 def left_alone(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows that an operator does not write: what was there, here a number that nobody takes for a result."""
     return torch.full(shape, 12345, dtype=dtype)
-
-
-@counted
-def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
-    """MindSpeed's own operator, which it compiles with CANN: npu_grouped_matmul, called by position."""
-    assert not bias
-    return npu_grouped_matmul(
-        x, weight, group_list=group_list, group_type=group_type, group_list_type=group_list_type, split_item=2
-    )
 
 
 @counted
@@ -327,6 +322,81 @@ def npu_moe_token_unpermute(
     if probs is None:
         return rows
     return (rows.view(*probs.shape, -1) * probs.unsqueeze(-1).to(rows.dtype)).sum(1)
+
+
+def experts_of_tokens(routing_map: torch.Tensor) -> torch.Tensor:
+    """[rows, 2]: token and expert of each row, in the order of experts."""
+    return routing_map.bool().T.nonzero().flip(1)
+
+
+@counted
+def npu_moe_token_permute_with_routing_map(
+    tokens, routing_map, *, probs=None, num_out_tokens=None, drop_and_pad=False
+):
+    """A row for each of a token's experts, by expert; their probabilities; where each token's rows went.
+
+    ``routing_map``, ``probs``: [tokens, experts].
+    """
+    assert not drop_and_pad
+    token, expert = experts_of_tokens(routing_map).unbind(1)
+    rows = len(token) if num_out_tokens is None else num_out_tokens
+    assert rows == len(token), f"{len(token)} rows for {num_out_tokens} tokens out"
+    return tokens[token], None if probs is None else probs[token, expert], where_rows_went(token)
+
+
+def where_rows_went(token: torch.Tensor) -> torch.Tensor:
+    """The rows of token 0, then of token 1, ...: int32."""
+    return token.argsort(stable=True).to(torch.int32)
+
+
+@counted
+def npu_moe_token_permute_with_routing_map_grad(
+    permuted_token_out_grad, probs_grad, sorted_indices, routing_map, experts_num, tokens_num, drop_and_pad
+):  # fmt: skip
+    assert not drop_and_pad
+    token, expert = experts_of_tokens(routing_map).unbind(1)
+    grad = permuted_token_out_grad
+    by_token = wide(grad).new_zeros(tokens_num, grad.shape[1]).index_add_(0, token, wide(grad)).to(grad.dtype)
+    if probs_grad is None:
+        return by_token, None
+    by_expert = probs_grad.new_zeros(tokens_num, experts_num)
+    by_expert[token, expert] = probs_grad
+    return by_token, by_expert
+
+
+@counted
+def _npu_moe_token_unpermute_with_routing_map(
+    permuted_tokens, sorted_indices, restore_shape, *, probs=None, routing_map=None, drop_and_pad=False
+):
+    """The sum of each token's rows, weighted by ``probs`` [tokens, experts]; then what the gradient wants."""
+    assert not drop_and_pad
+    rows, own = wide(permuted_tokens), None
+    if probs is not None:
+        token, expert = experts_of_tokens(routing_map).unbind(1)
+        own = probs[token, expert]
+        rows = rows * wide(own).unsqueeze(-1)
+    each = rows[sorted_indices.long()].view(restore_shape[0], -1, restore_shape[1])
+    output = each.sum(1).to(permuted_tokens.dtype)
+    return output, sorted_indices.clone(), sorted_indices.clone(), own
+
+
+@counted
+def npu_moe_token_unpermute_with_routing_map_grad(
+    unpermuted_tokens_grad, out_index, permuted_token_id, routing_map, permuted_tokens, probs, drop_and_pad,
+    restore_shape,
+):  # fmt: skip
+    assert not drop_and_pad
+    grad, experts = unpermuted_tokens_grad, len(out_index) // restore_shape[0]
+    token = torch.empty_like(out_index, dtype=torch.int64)
+    token[out_index.long()] = torch.arange(restore_shape[0]).repeat_interleave(experts)
+    rows = wide(grad)[token]
+    if probs is None:
+        return rows.to(grad.dtype), None
+    expert = experts_of_tokens(routing_map)[:, 1]
+    by_expert = wide(probs).new_zeros(probs.shape)
+    by_expert[token, expert] = (rows * wide(permuted_tokens)).sum(-1)
+    rows = rows * wide(probs[token, expert]).unsqueeze(-1)
+    return rows.to(grad.dtype), by_expert.to(probs.dtype)
 
 
 # Those that torch_npu has a derivative of (its library has a node NpuRmsNormBackward0 and so on). The grouped

@@ -179,5 +179,6 @@ def own_share(batch: dict[str, torch.Tensor], rank: int | None = None, size: int
 def exported(worker) -> dict[str, torch.Tensor]:
     """The weights under Hugging Face's names, gathered as for a rollout."""
     return {
-        name: tensor.detach().clone() for name, tensor in worker.bridge.export_weights(worker.actor_module)
+        name: tensor.detach().clone().cpu()
+        for name, tensor in worker.bridge.export_weights(worker.actor_module)
     }

@@ -71,7 +71,7 @@ def forward_in(rank: int, layouts: list[Layout], paths: dict) -> list[tuple[floa
         by_bridge = exported(worker)
         converter = get_mcore_weight_converter(worker.hf_config, torch.float32)
         by_verl = {
-            name: tensor.clone()
+            name: tensor.clone().cpu()
             for name, tensor in per_tensor_generator(
                 worker.actor_module, worker.hf_config, converter, worker.tf_config, worker.layer_name_mapping
             )

@@ -57,21 +57,15 @@ OVERLAPPING = [Layout("moe", ep=2, options=OVERLAP)]  # last: repatch cannot tak
 def on_mindspeed(rank: int, paths: dict, mcore) -> tuple[list, list, set[str]]:
     """What the two bodies return, and which kernels of an NPU they called."""
     sys.argv = sys.argv[:1]  # MindSpeed reads the command line, which is pytest's here
-    from torch_npu import kernels
+    from software_npu.kernels.training import calls
 
-    import mindspeed.megatron_adaptor  # noqa: F401
-    from mindspeed.op_builder.builder import AS_LIBRARY, MindSpeedOpBuilder
-    from mindspeed.ops import gmm
-
-    MindSpeedOpBuilder._loaded_ops["grouped_matmul"] = kernels  # as if compiled with CANN
-    AS_LIBRARY.impl("npu_gmm.Tensor", gmm._npu_gmm, "CPU")
     forward = forward_in(rank, LAYOUTS, paths)
     os.environ["USE_ALLTOALL_OVERLAP"] = "1"
     overlapping = export_in(rank, OVERLAPPING, paths["moe"], mcore)
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     assert MoELayer.__name__ == "MindSpeedAlltoAllOverlapMoeLayerAdaptor"
-    return forward, overlapping, set(kernels.calls)
+    return forward, overlapping, set(calls)
 
 
 def test_every_layout_equals_hugging_face(tmp_path):
@@ -80,8 +74,7 @@ def test_every_layout_equals_hugging_face(tmp_path):
     paths = {kind: make_checkpoint(kind, tmp_path / kind) for kind in ("dense", "moe")}
     settings = converter.Options(quiet=True, layout="grouped", ep_size=2)
     converter.to_mcore(paths["moe"], tmp_path / "mcore", settings)
-    stubs = (ROOT / "tests/stubs/npu", MINDSPEED)
-    ranks = run_ranks(2, on_mindspeed, paths, tmp_path / "mcore", stubs=stubs)
+    ranks = run_ranks(2, on_mindspeed, paths, tmp_path / "mcore", stubs=(MINDSPEED,), npu=True)
     for rank, (forward, overlapping, kernels) in enumerate(ranks):
         assert {"npu_fusion_attention", "npu_grouped_matmul", "npu_gmm"} <= kernels
         for layout, (error, *wrong) in zip(LAYOUTS + OVERLAPPING, forward + overlapping, strict=True):

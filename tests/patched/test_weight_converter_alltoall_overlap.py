@@ -77,7 +77,7 @@ def export_in(rank: int, layouts: list[Layout], path, mcore) -> list[tuple[float
         names = [name for module in worker.actor_module for name, _ in module.named_parameters()]
         assert sum(name.endswith("mlp.experts.weight1") for name in names) == 4 // layout.pp
         exported = {
-            name: tensor.clone()
+            name: tensor.clone().cpu()
             for name, tensor in per_tensor_generator(
                 worker.actor_module,
                 worker.hf_config,

@@ -215,3 +215,156 @@ def test_operators_are_captured_whole_and_counted():
 @on_npu()
 def test_integers_are_counted():
     assert torch.histc(torch.tensor([1, 1, 3], device="npu"), 4, 0, 3).tolist() == [0, 2, 0, 1]
+
+
+def compiled(name):
+    """MindSpeed's extension, as its builder loads it."""
+    from torch.utils.cpp_extension import load
+
+    return load(name, [__file__], extra_ldflags=["-ltorch_npu"])
+
+
+@on_npu()
+def test_permutation_by_a_map_of_experts():
+    import torch_npu
+
+    routing = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1], [0, 1, 1]], dtype=torch.bool)
+    tokens, probs = numbers(4, 6), numbers(4, 3).softmax(-1) * routing
+    expert, token = routing.T.nonzero().unbind(1)
+    rows, own, where = torch_npu.npu_moe_token_permute_with_routing_map(
+        tokens.npu(), routing.npu(), probs=probs.npu(), num_out_tokens=8
+    )
+    assert torch.equal(rows.cpu(), tokens[token]) and torch.equal(own.cpu(), probs[token, expert])
+    assert where.dtype is torch.int32 and torch.equal(
+        rows[where.long()].cpu(), tokens.repeat_interleave(2, 0)
+    )
+
+    x, p = tokens.clone().requires_grad_(), probs.clone().requires_grad_()
+    d_rows, d_own = numbers(8, 6), numbers(8)
+    ((x[token] * d_rows).sum() + (p[token, expert] * d_own).sum()).backward()
+    d_tokens, d_probs = torch_npu.npu_moe_token_permute_with_routing_map_grad(
+        d_rows.npu(), d_own.npu(), where, routing.npu(), 3, 4, False
+    )
+    torch.testing.assert_close(d_tokens.cpu(), x.grad)
+    assert torch.equal(d_probs.cpu(), p.grad)
+
+    r, p = numbers(8, 6).requires_grad_(), probs.clone().requires_grad_()
+    for weights in (p, None):
+        r.grad = p.grad = None
+        given = None if weights is None else weights.detach().npu()
+        back = torch.zeros(4, 6, dtype=torch.float64)
+        back = back.index_add(0, token, r if weights is None else r * p[token, expert, None])
+        result, out, ids, _ = torch_npu._npu_moe_token_unpermute_with_routing_map(
+            r.detach().npu(), where, [4, 6], probs=given, routing_map=routing.npu()
+        )
+        torch.testing.assert_close(result.cpu(), back.detach())
+        (back * d_rows[:4]).sum().backward()
+        d_permuted, d_probs = torch_npu.npu_moe_token_unpermute_with_routing_map_grad(
+            d_rows[:4].npu(), out, ids, routing.npu(), r.detach().npu(), given, False, [4, 6]
+        )
+        torch.testing.assert_close(d_permuted.cpu(), r.grad)
+        if weights is not None:
+            torch.testing.assert_close(d_probs.cpu(), p.grad)
+
+
+@on_npu()
+def test_extensions_that_need_cann(tmp_path):
+    from torch.utils.cpp_extension import load
+
+    options = {"extra_ldflags": ["-Lsomewhere", "-ltorch_npu"]}
+    assert load("npu_matmul_add_fp32", [__file__], **options) is compiled("npu_matmul_add_fp32")
+    with pytest.raises(FileNotFoundError, match="absent.cpp"):
+        load("grouped_matmul", [tmp_path / "absent.cpp"], **options)
+    with pytest.raises(NotImplementedError, match="no kernels for the extension npu_ffn"):
+        load("npu_ffn", [__file__], **options)
+    with pytest.raises(RuntimeError, match="same device"):
+        compiled("npu_matmul_add_fp32").npu_matmul_add_fp32(
+            numbers(2, 3).npu(), numbers(2, 4), numbers(3, 4).npu()
+        )
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@on_npu()
+def test_compiled_grouped_products(ends):
+    name, given = ("grouped_matmul", [2, 2, 6]) if ends else ("grouped_matmul_v2", [2, 0, 4])
+    gmm, kind = compiled(name), int(not ends)
+    x, weight, grad = numbers(6, 4).requires_grad_(), numbers(3, 4, 5).requires_grad_(), numbers(6, 5)
+    wanted = torch.cat([x[:2] @ weight[0], x[2:] @ weight[2]])
+    (wanted * grad).sum().backward()
+    a, w, g = x.detach().npu(), weight.detach().npu(), grad.npu()
+    for group_list in (torch.tensor(given).npu(), given):
+        if isinstance(group_list, list) and not ends:
+            continue  # a list is of ends
+        (result,) = gmm.npu_gmm([a], [w], [], group_list, 0, kind)
+        torch.testing.assert_close(result.cpu(), wanted.detach())
+        (dx,), (dw,), none = gmm.npu_gmm_backward([g], [a], [w], group_list, kind)
+        torch.testing.assert_close(dx.cpu(), x.grad)
+        torch.testing.assert_close(dw.cpu(), weight.grad)
+        (alone,), *nothing = gmm.npu_gmm_backward_fusion([g], [w], group_list, kind)
+        assert torch.equal(alone, dx) and nothing == [[], []] and none == []
+    total = torch.ones(12, 5, dtype=torch.float64).npu()
+    rows = torch.tensor([2, 2, 6]).npu()
+    compiled("npu_groupmatmul_add_fp32").npu_groupmatmul_add_fp32(a, g, rows, total)
+    torch.testing.assert_close(total.view(3, 4, 5).cpu(), weight.grad + 1)
+    one = torch.ones(4, 5, dtype=torch.float64).npu()
+    compiled("npu_matmul_add_fp32").npu_matmul_add_fp32(a, g, one)
+    torch.testing.assert_close(one.cpu(), weight.grad.sum(0) + 1)
+
+
+@on_npu()
+def test_compiled_adamw():
+    import torch_npu  # noqa: F401
+
+    adamw = compiled("npu_apply_fused_adamw_v2").npu_apply_fused_adamw_v2
+    theirs, mine = numbers(7).requires_grad_(), None
+    optimizer = torch.optim.AdamW([theirs], 0.1, (0.8, 0.9), 1e-3, weight_decay=0.2)
+    mine = theirs.detach().npu()
+    moments, step, unused = [torch.zeros_like(mine) for _ in range(2)], torch.tensor(0).npu(), torch.ones(1)
+    for grad in (numbers(7), numbers(7)):
+        theirs.grad = grad
+        optimizer.step()
+        step += 1
+        adamw(mine, grad.npu(), *moments, unused, step, 0.1, 0.8, 0.9, 0.2, 1e-3, False, False)
+    torch.testing.assert_close(mine.cpu(), theirs.detach())
+
+
+@on_npu()
+def test_compiled_rotation():
+    rope, angles, x = compiled("npu_rotary_position_embedding"), numbers(5, 1, 1, 4), numbers(5, 2, 3, 8)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    for mode in (0, 1):
+        cos, sin = (
+            (torch.cat([f(angles)] * 2, -1) if mode == 0 else f(angles).repeat_interleave(2, -1)).npu()
+            for f in (torch.cos, torch.sin)
+        )
+
+        def turned(x, mode=mode):
+            pairs = torch.complex(*(x.chunk(2, -1) if mode == 0 else (x[..., ::2], x[..., 1::2]))) * turn
+            if mode == 0:
+                return torch.cat([pairs.real, pairs.imag], -1)
+            return torch.stack([pairs.real, pairs.imag], -1).flatten(-2)
+
+        agree(lambda x, a=(cos, sin, mode): rope.npu_rotary_position_embedding(x, *a), turned, x)
+
+
+@pytest.mark.parametrize("layout", ["SBH", "TND"])
+@on_npu()
+def test_compiled_update_of_a_ring(layout):
+    """Attention over the keys of two steps is that over all of them."""
+    import torch_npu
+
+    update = compiled("npu_ring_attention_update").npu_ring_attention_update
+    heads, ends = 2, [3, 7]
+    q, keys, values = numbers(7, heads, 4), numbers(2, 7, heads, 4), numbers(2, 7, heads, 4)
+    if layout == "SBH":
+        q, keys, values = (x.flatten(-2).unsqueeze(-2) for x in (q, keys, values))
+
+    def attention(k, v, kv_ends):
+        lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": kv_ends} if layout == "TND" else {}
+        return torch_npu.npu_fusion_attention(q.npu(), k.npu(), v.npu(), heads, layout, scale=0.5, **lengths)
+
+    first, second = (attention(k, v, ends)[:3] for k, v in zip(keys, values, strict=True))
+    got = update(*first, *second, torch.tensor([0, *ends]).npu() if layout == "TND" else None, layout)
+    both = [torch.cat([x[0, :3], x[1, :3], x[0, 3:], x[1, 3:]]) for x in (keys, values)]
+    for mine, wanted in zip(got, attention(*both, [6, 14]), strict=False):
+        torch.testing.assert_close(mine, wanted)

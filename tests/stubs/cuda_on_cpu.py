@@ -6,20 +6,18 @@ Streams and events do nothing, because a CPU computes in program order. The gene
 figures are 0. ``torch.cuda.is_available()`` stays False: verl and vLLM must go on seeing a CPU. Numbers are
 torch's; nothing here computes, except that all_to_all is made of sends and receives, which gloo does have.
 
-The CPU environment has torch 2.9, Ascend 2.8: what megatron-core 0.12.1 needs of 2.8 to save a checkpoint is
-here too.
+torch_2_8.py is installed too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
-import types
 
 import torch
 import torch.distributed as dist
+import torch_2_8
 
 CPU = torch.device("cpu")
 FACTORIES = (
@@ -78,7 +76,7 @@ def install() -> None:
     # Its generator is the CPU's here, so that drawing from the one changes the other, which megatron-core
     # warns of.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    _checkpoints_of_torch_2_8()
+    torch_2_8.install()
     dist.all_to_all = all_to_all
     dist.all_to_all_single = _lists_for_splits(dist.all_to_all_single)
 
@@ -153,29 +151,6 @@ def _tensor_methods() -> None:
         )
 
     torch.Tensor.type = type_on_cuda
-
-
-def _checkpoints_of_torch_2_8() -> None:
-    from torch.distributed.checkpoint import filesystem
-
-    write_item = filesystem._write_item
-
-    def write_item_in_either_form(*args):  # without the format that torch 2.9 asks for
-        return (
-            write_item(*args)
-            if len(args) == 6
-            else write_item(*args, filesystem.SerializationFormat.TORCH_SAVE)
-        )
-
-    def replace_all(
-        metadata, **changes
-    ):  # torch 2.9 copies the metadata, and drops what megatron-core added to it
-        copy = dataclasses.replace(metadata, **changes)
-        vars(copy).update({k: v for k, v in vars(metadata).items() if k not in vars(copy)})
-        return copy
-
-    filesystem._write_item = write_item_in_either_form
-    filesystem.dataclasses = types.SimpleNamespace(**vars(dataclasses) | {"replace": replace_all})
 
 
 def _lists_for_splits(all_to_all_single):

@@ -41,7 +41,7 @@ torch._register_device_module("npu", npu)
 sys.modules["torch.npu"] = npu
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
-from . import distributed, operators, profiler, record, vllm_ascend_c  # noqa: E402, F401
+from . import distributed, extensions, operators, profiler, record, vllm_ascend_c  # noqa: E402, F401
 
 
 def _autoload() -> None:

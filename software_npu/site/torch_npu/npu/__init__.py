@@ -171,15 +171,24 @@ def _launch_host_func(_stream, function, data) -> None:
     function(data)
 
 
-def _make_typed(dtype: torch.dtype):
-    def make(*args):
+class _TensorType(type):
+    """torch.npu.FloatTensor: makes such a tensor, and is the type of those there are."""
+
+    def __instancecheck__(cls, value) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_npu and value.dtype is cls.dtype
+
+    def __call__(cls, *args) -> torch.Tensor:
+        if args and all(isinstance(arg, int) for arg in args):  # sizes
+            return torch.empty(args, dtype=cls.dtype, device="npu")
         return (
-            torch.tensor(*args, dtype=dtype, device="npu")
+            torch.tensor(*args, dtype=cls.dtype, device="npu")
             if args
-            else torch.empty(0, dtype=dtype, device="npu")
+            else torch.empty(0, dtype=cls.dtype, device="npu")
         )
 
-    return make
+
+def _make_typed(dtype: torch.dtype) -> _TensorType:
+    return _TensorType("Tensor", (), {"dtype": dtype})
 
 
 FloatTensor, HalfTensor, BFloat16Tensor = map(_make_typed, (torch.float32, torch.float16, torch.bfloat16))
