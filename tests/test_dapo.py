@@ -103,6 +103,42 @@ def test_the_metric_is_the_reward_or_what_the_reward_function_reported():
         dapo.metric_of("score", reported, rewards)
 
 
+FAILED = (np.nan, np.inf, -np.inf)
+
+
+@settings(deadline=None)
+@given(searches(), st.data())
+def test_groups_with_a_failed_score_are_never_trained_and_are_counted(case, data):
+    """Whether the metric or the reward is not finite, at any response; others are filtered as before."""
+    groups, _, _ = case
+    places = st.lists(st.sampled_from(list(np.ndindex(groups.shape))), max_size=4)
+    metric, rewards = groups.copy(), groups - 1
+    for array in (metric, rewards):
+        for place in data.draw(places):
+            array[place] = data.draw(st.sampled_from(FAILED))
+    bad = {i for i, row in enumerate(np.hstack([metric, rewards])) if not np.isfinite(row).all()}
+    expected = [i for i, g in enumerate(groups.tolist()) if i not in bad and len(set(g)) > 1]
+
+    search = dapo.DynamicSampling(len(expected), groups.shape[1], max_batches=1, pass_batches=1)
+    assert search.add(metric.ravel(), rewards.ravel()).tolist() == expected
+    if expected:
+        metrics = search.metrics()
+        assert metrics["dapo/failed_groups"] == len(bad)
+        assert metrics["dapo/kept_share"] == pytest.approx(len(expected) / len(groups))
+        finite = [reward for reward in rewards.ravel().tolist() if np.isfinite(reward)]
+        assert metrics["dapo/reward_before_filter/mean"] == pytest.approx(np.mean(finite))
+        assert metrics["dapo/reward_before_filter/max"] == max(finite)
+        assert metrics["dapo/reward_before_filter/min"] == min(finite)
+
+
+def test_a_scorer_that_always_fails_ends_the_run_with_that_reason():
+    search = dapo.DynamicSampling(prompts=1, samples=2, max_batches=1, pass_batches=9)
+    with pytest.raises(
+        dapo.DynamicSamplingError, match="2 groups have a metric or reward that is not finite"
+    ):
+        search.add(np.array([np.nan, 1, np.nan, np.nan]), np.zeros(4))
+
+
 class Batch:
     """As much of a DataProto as select_groups touches; rows are (prompt, sample)."""
 

@@ -5,13 +5,15 @@ nothing, and the rest of the batch shrinks as the model gets better. Dynamic sam
 out and draws further prompts until the batch is full again:
 
 1. generate a batch of prompts, n responses each;
-2. keep the groups whose metric is not the same for all n;
+2. keep the groups whose metric is not the same for all n, and leave out those with a metric or reward that is
+   not a finite number: a scorer failed, and one such response makes the advantages of its whole group NaN;
 3. with fewer kept groups than the training batch has prompts, draw the next batch and go on at 1;
 4. train on the first kept groups, exactly as many as configured, in the order they were drawn.
 
 Invariants (tests/test_dapo.py, against brute force): the trained groups are the first of all varying groups
-in the order of the data; no batch is drawn that is not needed, and none beyond the limit; what is drawn is
-every prompt of a pass over the data once, in the dataloader's order, also after a resume.
+in the order of the data; their metrics and rewards are finite; no batch is drawn that is not needed, and none
+beyond the limit; what is drawn is every prompt of a pass over the data once, in the dataloader's order, also
+after a resume.
 Cost: O(samples) a batch.
 """
 
@@ -96,7 +98,7 @@ def metric_of(name: str, reported: Mapping[str, Any], rewards: np.ndarray) -> np
 
 
 def varying(metric_pn: np.ndarray) -> np.ndarray:
-    """Which groups have responses that differ: [P, n] -> [P] bool.
+    """Which groups have responses that differ, by finite metrics: [P, n] -> [P] bool.
 
     >>> varying(np.array([[0, 1, 0], [1, 1, 1], [0, 0, 0]])).tolist()
     [True, False, False]
@@ -138,7 +140,7 @@ class DynamicSampling:
         self.prompts, self.samples = prompts, samples
         self.limited = max_batches > 0
         self.max_batches = max_batches if self.limited else pass_batches
-        self.batches = self.drawn = self.varied = 0
+        self.batches = self.drawn = self.varied = self.failed = 0
         self.rewards: list[np.ndarray] = []
         self.same: list[np.ndarray] = []
 
@@ -149,13 +151,16 @@ class DynamicSampling:
             DynamicSamplingError: this was the last batch allowed, and there are still too few.
         """
         metric_pn = np.asarray(metric, dtype=np.float64).reshape(-1, self.samples)
-        varies = varying(metric_pn)
+        rewards_pn = np.asarray(rewards, dtype=np.float64).reshape(-1, self.samples)
+        scored = (np.isfinite(metric_pn) & np.isfinite(rewards_pn)).all(axis=1)
+        varies = scored & varying(metric_pn)
         missing = self.prompts - self.varied
         self.batches += 1
         self.drawn += len(varies)
         self.varied += int(varies.sum())
-        self.rewards.append(np.asarray(rewards, dtype=np.float64))
-        self.same.append(metric_pn[~varies, 0])
+        self.failed += int((~scored).sum())
+        self.rewards.append(rewards_pn[np.isfinite(rewards_pn)])
+        self.same.append(metric_pn[scored & ~varies, 0])
         if not self.complete and self.batches >= self.max_batches:
             raise DynamicSamplingError(self._failure())
         return np.flatnonzero(varies)[:missing]
@@ -165,12 +170,13 @@ class DynamicSampling:
         return self.varied >= self.prompts
 
     def metrics(self) -> dict[str, float]:
-        """What is logged of the step; rewards are those before filtering."""
+        """What is logged of the step; rewards are the finite ones before filtering."""
         rewards = np.concatenate(self.rewards)
         return {
             "dapo/num_gen_batches": self.batches,
             "dapo/kept_share": self.varied / self.drawn,
             "dapo/surplus_groups": self.varied - self.prompts,
+            "dapo/failed_groups": self.failed,
             "dapo/reward_before_filter/mean": float(rewards.mean()),
             "dapo/reward_before_filter/max": float(rewards.max()),
             "dapo/reward_before_filter/min": float(rewards.min()),
@@ -184,11 +190,13 @@ class DynamicSampling:
             change = "raise algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size"
         else:
             change = "add data (this was one pass over it)"
+        failed = f" {self.failed} groups have a metric or reward that is not finite: a scorer failed."
         return (
             f"after {self.batches} generation batches {self.varied} of {self.drawn} groups vary, and a step "
-            f"trains on {self.prompts}. The others: {equal or 'none'}. Mostly low: the data is too hard, or "
-            f"responses are cut off or scored wrongly; mostly high: it is too easy. Change the data, lower "
-            f"data.train_batch_size, or {change}; the run can be resumed from its last checkpoint"
+            f"trains on {self.prompts}. The others: {equal or 'none'}.{failed * (self.failed > 0)} "
+            "Mostly low: the data is too hard, or responses are cut off or scored wrongly; mostly high: it "
+            f"is too easy. Change the data, lower data.train_batch_size, or {change}; "
+            "the run can be resumed from its last checkpoint"
         )
 
 
