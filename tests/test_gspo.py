@@ -155,6 +155,39 @@ def test_masked_tokens_do_not_matter(poison, token_level):
     )
 
 
+@pytest.mark.parametrize("token_level", [False, True])
+def test_a_token_that_both_policies_rule_out_has_ratio_one_and_no_gradient(token_level):
+    """Its log-probs are -inf without being masked; all others count as if its ratio were exactly 1."""
+    inputs = batch(4, spread=0.001)
+    ruled_out = dict(inputs)
+    for name in ("old_log_prob", "log_prob"):
+        ruled_out[name] = inputs[name].clone()
+        ruled_out[name][0, 3] = -torch.inf
+    inputs["log_prob"][0, 3] = inputs["old_log_prob"][0, 3]
+    loss, gradient, stats = ours(ruled_out, token_level)
+    expected, slopes, expected_stats = ours(inputs, token_level)
+    slopes[0, 3] = 0
+    assert torch.isfinite(loss) and loss == expected and torch.equal(gradient, slopes)
+    assert all(torch.equal(stats[name][0], expected_stats[name][0]) for name in stats)
+
+
+@pytest.mark.parametrize("token_level", [False, True])
+@pytest.mark.parametrize("name", ["old_log_prob", "log_prob"])
+def test_a_token_that_one_policy_rules_out_gives_no_nan(name, token_level):
+    inputs = batch(4)
+    inputs[name][0, 3] = -torch.inf
+    loss, gradient, stats = ours(inputs, token_level)
+    assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+    assert stats[gspo.SEQ_RATIO][0] == (0 if name == "log_prob" else math.exp(gspo.LOG_RATIO_MAX))
+
+
+@pytest.mark.parametrize("token_level", [False, True])
+def test_nan_of_a_broken_model_is_not_hidden(token_level):
+    inputs = batch(4)
+    inputs["log_prob"][0, 3] = torch.nan
+    assert torch.isnan(ours(inputs, token_level)[0])
+
+
 @pytest.mark.parametrize("name", ["old_log_prob", "advantages", "response_mask"])
 @pytest.mark.parametrize("shape", [(6,), (6, 1)])
 def test_what_would_broadcast_is_refused(name, shape):

@@ -11,9 +11,9 @@ variance. GSPO weights and clips whole responses by the geometric mean of their 
 log-probability.
 
 Invariants (tests/test_gspo.py, against float64): |y_i| counts unmasked tokens only; masked values, even nan,
-do not matter; a response without tokens contributes nothing and stays in the mean's denominator, so the
-loss does not depend on how a batch is split; on-policy s_i is exactly 1; both variants agree where advantages
-are constant.
+do not matter; a token that both policies rule out (-inf) has ratio 1 and no gradient; a response without
+tokens contributes nothing and stays in the mean's denominator, so the loss does not depend on how a batch is
+split; on-policy s_i is exactly 1; both variants agree where advantages are constant.
 Cost: O(B T), one pass.
 """
 
@@ -36,6 +36,12 @@ QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 def masked_mean_per_sequence(values_bt: torch.Tensor, mask_bt: torch.Tensor) -> torch.Tensor:
     """Mean over the unmasked tokens of each row: [B, T], [B, T] bool -> [B]; 0 for a row without tokens."""
     return torch.where(mask_bt, values_bt, 0).sum(-1) / mask_bt.sum(-1).clamp(min=1)
+
+
+def log_ratios(log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
+    """log pi - log pi_old of each token: 0 where both are the same infinity, as for a token both rule out."""
+    same = torch.isinf(log_prob) & (log_prob == old_log_prob)
+    return torch.where(same, 0, log_prob - old_log_prob)
 
 
 def policy_losses(
@@ -72,9 +78,9 @@ def policy_losses(
             + ", ".join(str(tuple(t.shape)) for t in (old_log_prob, log_prob, advantages, response_mask))
         )
     mask = response_mask.bool()
-    seq_log_ratio = masked_mean_per_sequence(log_prob - old_log_prob, mask).unsqueeze(-1)  # [B, 1]
+    seq_log_ratio = masked_mean_per_sequence(log_ratios(log_prob, old_log_prob), mask).unsqueeze(-1)  # [B, 1]
     if token_level:
-        log_ratio = seq_log_ratio.detach() + torch.where(mask, log_prob - log_prob.detach(), 0)
+        log_ratio = seq_log_ratio.detach() + torch.where(mask, log_ratios(log_prob, log_prob.detach()), 0)
     else:
         advantages = masked_mean_per_sequence(advantages, mask).unsqueeze(-1).expand_as(log_prob)
         log_ratio = seq_log_ratio.expand_as(log_prob)
