@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from ascend_rl.settings.model import Model
 from ascend_rl.settings.switch import CannotWork
-from ascend_rl.weights import converter, qwen3, torch_dist, workers
+from ascend_rl.weights import converter, files, journal, qwen3, torch_dist, workers
 from ascend_rl.weights.converter import Options
 
 DTYPES = {name: getattr(torch, name) for name in torch_dist.ITEMSIZE}
@@ -629,6 +630,80 @@ def test_half_a_conversion_is_continued_with_the_same_input_only(hf, tmp_path, m
     os.utime(hf / "model.safetensors", (1, 1))
     with pytest.raises(CannotWork, match="half a conversion of other weights"):
         converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+
+
+def stop_before_the_end(monkeypatch):
+    for name in ("finish_mcore", "finish_hf"):
+        monkeypatch.setattr(converter, name, lambda *_: (_ for _ in ()).throw(CannotWork("stopped")))
+
+
+@pytest.mark.parametrize("to", ["mcore", "hf"])
+@pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "one byte in place"])
+def test_weights_swapped_under_equal_size_and_time_are_not_continued_with(
+    tmp_path, monkeypatch, to, replaced
+):
+    make_model(tmp_path / "hf", TINY["qwen3"] | {"vocab_size": 4096}, files=1)
+    converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", QUIET)
+
+    def convert():
+        if to == "mcore":
+            return converter.to_mcore(tmp_path / "hf", tmp_path / "out", QUIET)
+        return converter.to_hf(tmp_path / "mcore", tmp_path / "hf", tmp_path / "out", QUIET)
+
+    with monkeypatch.context() as patch:
+        stop_before_the_end(patch)
+        with pytest.raises(CannotWork, match="stopped"):
+            convert()
+    file = tmp_path / ("hf/model.safetensors" if to == "mcore" else "mcore/__0_0.distcp")
+    before, content = file.stat(), bytearray(file.read_bytes())
+    middle = len(content) // 2
+    if replaced:
+        content[middle:-4096] = content[middle:-4096][::-1]
+        (tmp_path / "new").write_bytes(content)
+        os.replace(tmp_path / "new", file)
+    else:
+        with open(file, "r+b") as opened:
+            opened.seek(middle)
+            opened.write(bytes([content[middle] ^ 1]))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(CannotWork, match="half a conversion of other weights"):
+        convert()
+
+
+def test_samples_of_a_file_tell_other_content_without_its_times(tmp_path):
+    """From the first to the last byte; small files are read whole."""
+    rng = np.random.default_rng(0)
+    for size in (
+        0,
+        1,
+        5000,
+        files.SAMPLES * files.SAMPLE_BYTES,
+        files.SAMPLES * files.SAMPLE_BYTES + 1,
+        10**6,
+    ):
+        content = rng.integers(0, 256, size, np.uint8)
+        other = content.copy()
+        found = []
+        for values in (content, other, ~content, content ^ (np.arange(size) == size - 1)):
+            (tmp_path / "file").write_bytes(values.astype(np.uint8).tobytes())
+            with open(tmp_path / "file", "rb") as file:
+                found.append(files.samples(file.fileno(), size))
+        assert found[0] == found[1] and (not size or found[0] not in found[2:]), size
+        assert len(found[0]) <= files.SAMPLES * files.SAMPLE_BYTES
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named_as_the_reason(hf, tmp_path, monkeypatch, code):
+    def flock(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(journal.fcntl, "flock", flock)
+    with pytest.raises(
+        CannotWork, match=f"does not lock files .{os.strerror(code)}.*copy the result"
+    ) as error:
+        converter.to_mcore(hf, tmp_path / "mcore", QUIET)
+    assert "another conversion" not in str(error.value) and not (tmp_path / "mcore.partial").exists()
 
 
 def test_two_conversions_to_one_place(hf, tmp_path):

@@ -377,10 +377,7 @@ def to_hf(
         check_checkpoint(model, checkpoint)
         stacks, shapes = hf_stacks(model), hf_tensors(model)
         plan = plan_hf(model, checkpoint, stacks, options)
-        stamp = (Path(mcore_path) / ".metadata").stat().st_mtime_ns
-        digest = digest_of(
-            "hf", model, options.dtype, options.shard_bytes, stamp, sorted(checkpoint.tensors.items())
-        )
+        digest = digest_of("hf", model, options.dtype, options.shard_bytes, checkpoint.fingerprint())
 
         def copy(number: int, scratch: Scratch) -> None:
             name, place = plan.names[number], plan.places[number]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_rl.settings.switch import CannotWork
+
+SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,27 @@ def write_exactly(fd: int, data: memoryview | bytes, offset: int) -> None:
     view, done = memoryview(data), 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], offset + done)
+
+
+def fingerprint(fd: int) -> bytes:
+    """What tells a file from another one of the same name, without reading all of it.
+
+    Size and modification time may survive a copy of other weights over these, as tools set times; the change
+    time cannot be set, so it tells every write and rename. Samples of the content tell other weights on file
+    systems whose change times mean nothing.
+    """
+    status, content = os.fstat(fd), hashlib.sha256()
+    content.update(f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode())
+    content.update(samples(fd, status.st_size))
+    return content.digest()
+
+
+def samples(fd: int, size: int) -> bytes:
+    """The whole of a small file; of others evenly spaced blocks, the first and the last among them."""
+    if size <= SAMPLES * SAMPLE_BYTES:
+        return os.pread(fd, size, 0)
+    last = size - SAMPLE_BYTES
+    return b"".join(os.pread(fd, SAMPLE_BYTES, last * nth // (SAMPLES - 1)) for nth in range(SAMPLES))
 
 
 def sync_directory(path: Path) -> None:

@@ -47,11 +47,7 @@ class Output:
         return self
 
     def _begin(self) -> None:
-        try:
-            fcntl.flock(self.journal_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.locked = os.path.samestat(os.fstat(self.journal_fd), os.stat(self.journal))
-        except OSError:
-            self.locked = False
+        self.locked = self._lock()
         if not self.locked:
             raise CannotWork(f"another conversion is writing {self.partial}; wait for it or stop it")
         content = os.pread(self.journal_fd, os.fstat(self.journal_fd).st_size, 0)
@@ -65,8 +61,9 @@ class Output:
             return
         if known is None and self.partial.exists():
             raise CannotWork(
-                f"{self.partial} is half a conversion of other weights or with other options; "
-                f"finish that one, or remove {self.partial} and {self.journal}"
+                f"{self.partial} is half a conversion of other weights or with other options, or files of "
+                "the input were copied or changed since; finish that one, or remove "
+                f"{self.partial} and {self.journal}"
             )
         self.done = known if known and self.partial.exists() else set()
         self._check_space()
@@ -81,6 +78,27 @@ class Output:
         os.write(self.journal_fd, "".join(line + "\n" for line in lines).encode())
         os.fsync(self.journal_fd)
         sync_directory(self.path.parent)
+
+    def _lock(self) -> bool:
+        """Whether the journal is ours, and still the one by that name.
+
+        Raises:
+            CannotWork: the file system has no locks.
+        """
+        try:
+            fcntl.flock(self.journal_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise CannotWork(
+                f"the file system of {self.path.parent} does not lock files ({error.strerror}), so two "
+                "conversions could mix their output; mount it with locks (Lustre: -o flock, NFS: without "
+                "nolock), or write to another file system and copy the result"
+            ) from error
+        try:
+            return os.path.samestat(os.fstat(self.journal_fd), os.stat(self.journal))
+        except FileNotFoundError:  # the conversion that had the lock has just ended
+            return False
 
     def _read_journal(self, content: bytes) -> set[int] | None:
         """Numbers of the finished items; None for the journal of another conversion."""

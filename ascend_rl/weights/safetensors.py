@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ascend_rl.settings.switch import CannotWork
-from ascend_rl.weights.files import read_exactly
+from ascend_rl.weights.files import fingerprint, read_exactly
 from ascend_rl.weights.torch_dist import ITEMSIZE
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -77,7 +77,7 @@ class Safetensors:
             raise CannotWork(f"{path}: {error.strerror}; the index names it, download it again") from error
         except ValueError as error:
             raise CannotWork(f"{path} is not a safetensors file ({error}); download it again") from error
-        self.fingerprint.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode() + raw)
+        self.fingerprint.update(file.encode() + b"\n" + fingerprint(fd) + raw)
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
             if name in self.tensors:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import hashlib
 import io
 import itertools
 import json
@@ -35,7 +36,7 @@ from pathlib import Path
 import numpy as np
 
 from ascend_rl.settings.switch import CannotWork
-from ascend_rl.weights.files import Place, read_exactly
+from ascend_rl.weights.files import Place, fingerprint, read_exactly
 
 ALIGNMENT_BYTES = 64
 ZIP_LIMIT_BYTES = 2**32 - 2**20  # larger archives need zip64; chunks are kept far below this
@@ -367,6 +368,14 @@ class Checkpoint:
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
+
+    def fingerprint(self) -> str:
+        """Of the index and of all files that it names."""
+        files = {chunk.place.file for chunks in self._chunks.values() for chunk in chunks}
+        content = hashlib.sha256()
+        for file in [".metadata", *sorted(files)]:
+            content.update(file.encode() + b"\n" + fingerprint(self._open(file)))
+        return content.hexdigest()
 
     def _open(self, file: str) -> int:
         with self._lock:
