@@ -52,6 +52,7 @@ ARGS=(
 
     # Micro-batches of one sequence: with random weights nearly all have the same length.
     actor_rollout_ref.actor.use_dynamic_bsz=False
+    actor_rollout_ref.actor.whole_batch_loss=True
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4

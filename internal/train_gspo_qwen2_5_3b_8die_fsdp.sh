@@ -60,6 +60,7 @@ ARGS=(
     actor_rollout_ref.actor.entropy_checkpointing=True
     actor_rollout_ref.ref.fsdp_config.param_offload=True
     actor_rollout_ref.actor.use_dynamic_bsz=True
+    actor_rollout_ref.actor.whole_batch_loss=True
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$TOKENS_PER_DIE"
     actor_rollout_ref.ref.log_prob_max_token_len_per_gpu="$TOKENS_PER_DIE"

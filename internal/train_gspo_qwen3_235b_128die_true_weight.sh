@@ -56,6 +56,7 @@ ARGS=(
 
     # Micro-batches by tokens: the budget of a die is the longest sequence, which CP splits into CP pieces.
     actor_rollout_ref.actor.use_dynamic_bsz=True
+    actor_rollout_ref.actor.whole_batch_loss=True
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(((MAX_PROMPT + MAX_RESPONSE) / CP))
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8

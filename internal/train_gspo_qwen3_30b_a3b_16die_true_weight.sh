@@ -75,6 +75,7 @@ ARGS=(
     "$TRANSFORMER".recompute_num_layers=1
     +"$TRANSFORMER".use_flash_attn=True
     actor_rollout_ref.actor.use_dynamic_bsz=True
+    actor_rollout_ref.actor.whole_batch_loss=True
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((MAX_PROMPT + MAX_RESPONSE))
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8   # unused with dynamic batches, but required by verl
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4

@@ -66,6 +66,7 @@ ARGS=(
     actor_rollout_ref.ref.entropy_checkpointing=True
     actor_rollout_ref.ref.entropy_from_logits_with_chunking=True
     actor_rollout_ref.actor.use_dynamic_bsz=True
+    actor_rollout_ref.actor.whole_batch_loss=True
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$TOKENS_PER_DIE"
     actor_rollout_ref.ref.log_prob_max_token_len_per_gpu="$TOKENS_PER_DIE"
     actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu="$TOKENS_PER_DIE"

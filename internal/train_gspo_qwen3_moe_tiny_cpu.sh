@@ -51,6 +51,7 @@ ARGS=(
     actor_rollout_ref.actor.entropy_coeff=0
     actor_rollout_ref.actor.ppo_mini_batch_size=8
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
+    actor_rollout_ref.actor.whole_batch_loss=True
     actor_rollout_ref.actor.optim.lr=4e-4
     actor_rollout_ref.actor.optim.lr_decay_style=cosine
     actor_rollout_ref.actor.optim.min_lr=4e-5

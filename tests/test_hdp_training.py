@@ -89,7 +89,8 @@ ACTOR = {"megatron": {"context_parallel_size": 2, "use_remove_padding": True}}
         ({"megatron": ACTOR["megatron"] | {"use_remove_padding": False}}, {}, None, "use_remove_padding"),
         ({"use_fused_kernels": True}, {}, None, "use_fused_kernels"),
         ({"router_replay": {"mode": "R3"}}, {}, None, "router_replay"),
-        ({"policy_loss": {"loss_mode": "geo_mean"}}, {}, None, "geo_mean"),
+        ({"policy_loss": {"loss_mode": "geo_mean"}, "whole_batch_loss": True}, {}, None, "geo_mean"),
+        ({"policy_loss": {"loss_mode": "gspo"}}, {}, None, "whole_batch_loss=True"),
         ({}, {}, {"enable": True}, "multi-token prediction"),
         ({}, {"fp8": "e4m3"}, None, "fp8"),
         ({}, {"context_parallel_algo": "ulysses_cp_algo"}, None, "context_parallel_algo"),
@@ -104,7 +105,9 @@ def test_what_does_not_work_together_is_refused(changes, transformer, mtp, said,
     with pytest.raises(CannotWork, match=said) as refused:
         hdp_training.setup(*arguments)
     assert str(refused.value).startswith("USE_HDP=1 cannot work here:\n")
-    assert hdp_training.problems(ACTOR, SimpleNamespace(), None) == []
+    actor = ACTOR | {"policy_loss": {"loss_mode": "gspo"}, "whole_batch_loss": True}
+    for works in (ACTOR, actor):  # the reference policy, which has no loss, and the actor
+        assert hdp_training.problems(works, SimpleNamespace(), None) == []
 
 
 def test_the_cost_model_can_be_given(monkeypatch):

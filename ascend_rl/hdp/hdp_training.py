@@ -10,7 +10,7 @@ Idea, in four steps:
 3. the ring travels with the bounds of the packed sequences, down to RoPE and attention. It cannot be global
    state: in a pipeline, forwards, backwards and recomputations of several micro-batches interleave;
 4. unpack: one sum brings the log-probs of all rings to all ranks of the CP group, a rank's own with gradient.
-   The loss and its scale are then those of a micro-batch under plain CP.
+   The loss is then that of a micro-batch under plain CP, weighed by `loss.whole_batch_loss`.
 
 Invariants (tests/test_hdp_training.py, tests/patched/test_enable_hdp.py): every token is on one rank of its
 CP group; log-probs, gradients and updates are those of the mini-batch in one micro-batch, however split.
@@ -272,6 +272,10 @@ def problems(actor: Mapping[str, Any], transformer: Any, mtp: Any) -> list[str]:
         (replay.get("mode", "disabled") != "disabled", "router_replay follows plain CP: use disabled"),
         (mtp is not None and mtp.get("enable"), "multi-token prediction knows no rings: switch it off"),
         (loss.get("loss_mode") == "geo_mean", "loss_mode=geo_mean weighs micro-batches alike: use another"),
+        (
+            loss and not actor.get("whole_batch_loss"),  # the reference policy has no loss
+            "other micro-batches would be another objective: set actor.whole_batch_loss=True",
+        ),
         (getattr(transformer, "fp8", None), "fp8 pads otherwise: train in bfloat16"),
         (
             getattr(transformer, "context_parallel_algo", "megatron_cp_algo") != "megatron_cp_algo",
@@ -283,18 +287,6 @@ def problems(actor: Mapping[str, Any], transformer: Any, mtp: Any) -> list[str]:
         ),
     ]
     return [text for applies, text in rules if applies]
-
-
-def whole_batch_info(response_mask: torch.Tensor, micro_batches: int) -> dict[str, int]:
-    """verl's global_batch_info that makes the mean of the micro-batches' losses that of the whole batch.
-
-    Without it every micro-batch has the same weight, however few tokens or sequences it holds.
-    """
-    return {
-        "dp_size": micro_batches,  # undoes the mean
-        "batch_num_tokens": int(response_mask.sum()),
-        "global_batch_size": int((response_mask.sum(-1) > 0).sum()),
-    }
 
 
 class HybridDataParallel:
@@ -329,15 +321,16 @@ class HybridDataParallel:
         group = self.cp_group if whole else self.groups.get(members)
         return Ring(members, self.cp_rank - first, group, whole)
 
-    def split(self, batch, use_dynamic_bsz: bool, max_token_len: int | None, multiple: int, config=None):
+    def split(
+        self, batch, use_dynamic_bsz: bool, max_token_len: int | None, multiple: int, update: bool = False
+    ):
         """Micro-batches by plan, and the rows of ``batch`` in each, like verl's rearrange_micro_batches.
 
         Args:
             batch: TensorDict of this CP group's sequences; every CP group has the same number.
             max_token_len: tokens in a micro-batch of the CP group, over all its ranks.
             multiple: the number of micro-batches is a multiple of this, for interleaved pipelines.
-            config: the actor's configuration, for an update: its global_batch_info makes the losses of the
-                micro-batches add up to that of ``batch``.
+            update: rather than log-probs; for the dump.
 
         Raises:
             CannotWork: a setting allows no plan.
@@ -365,8 +358,6 @@ class HybridDataParallel:
         for rows in indices:
             micro_batches.append(batch[rows])
             micro_batches[-1][RINGS] = rings[rows]
-        if config is not None:
-            config.global_batch_info.update(whole_batch_info(batch["response_mask"], plan.micro_batches))
         self.metrics = {
             "hdp/micro_batches": plan.micro_batches,
             "hdp/ring_size": float(plan.size.mean()),
@@ -374,7 +365,7 @@ class HybridDataParallel:
             "hdp/balance": plan.bound / plan.makespan,
         }
         if self.dump:
-            self._dump("log_prob" if config is None else "update", lengths, plans)
+            self._dump("update" if update else "log_prob", lengths, plans)
         return micro_batches, [rows.tolist() for rows in indices]
 
     def _dump(self, phase: str, lengths: list[list[int]], plans: list[Plan]) -> None:

@@ -99,15 +99,14 @@ def policy_losses(
     return losses, stats
 
 
-def sequence_metrics(stats: dict[str, torch.Tensor], whole_batch: bool) -> dict[str, Any]:
+def sequence_metrics(stats: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     """Metrics of one micro-batch from ``stats`` of :func:`policy_losses`.
 
-    verl averages what the micro-batches report. That is right for means only, so they hand their sequences
-    on, as lists, and :func:`summarise` sees them all. Where verl accepts nothing but numbers (engine
-    workers), or where this is the whole batch, ``whole_batch=True`` summarises at once.
+    verl averages what micro-batches report, which is right for means over micro-batches of one size only. So
+    they hand their sequences on, and :func:`summarise` sees them all; engine workers, which hand on nothing
+    but numbers, summarise each micro-batch.
     """
-    per_sequence = {name: value.tolist() for name, value in stats.items()}
-    return summarise(per_sequence) if whole_batch else per_sequence
+    return {name: value.tolist() for name, value in stats.items()}
 
 
 def summarise(metrics: dict[str, Any]) -> dict[str, Any]:

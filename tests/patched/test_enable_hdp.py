@@ -17,7 +17,7 @@ from megatron_tiny import RESPONSE, Layout, exported, make_batch, make_checkpoin
 from ranks import run_ranks
 from test_megatron_actor import OVERRIDES, UPDATES, reference, update
 
-from ascend_rl.hdp.hdp_training import RINGS, HybridDataParallel, Ring, whole_batch_info
+from ascend_rl.hdp.hdp_training import RINGS, HybridDataParallel, Ring
 
 RECOMPUTE = tuple(
     f"+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_{name}"
@@ -25,6 +25,7 @@ RECOMPUTE = tuple(
 )
 KL = 0.1
 LOSS = (
+    "actor_rollout_ref.actor.whole_batch_loss=True",
     "actor_rollout_ref.actor.use_kl_loss=True",
     f"actor_rollout_ref.actor.kl_loss_coef={KL}",
     "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
@@ -154,11 +155,10 @@ def test_rings_learn_what_plain_cp_and_hugging_face_learn(tmp_path):
     ranks = run_ranks(4, learn_in, paths, str(dump))
     known, sent = {}, []
     for number, (layout, cap) in enumerate(RUNS):
-        dp = 4 // (layout.tp * layout.pp * layout.cp)
-        if (layout.kind, dp) not in known:
-            known[layout.kind, dp] = reference(paths[layout.kind], batch_of_many_lengths(), dp, KL)
+        if layout.kind not in known:
+            known[layout.kind] = reference(paths[layout.kind], batch_of_many_lengths(), KL)
         results = [results[number] for results, _ in ranks]
-        compare(results, *known[layout.kind, dp], f"{layout} {cap}")
+        compare(results, *known[layout.kind], f"{layout} {cap}")
         sent.append(sum(result["sent"] for result in results))
         print(f"{layout} {cap}: {sent[-1]} bytes", results[0]["metrics"])
         assert bool(results[0]["metrics"]) == (cap is not None)
@@ -184,17 +184,3 @@ def compare(results: list[dict], log_probs, norms: list[float], weights: dict, w
     gaps = [abs(a / b - 1) for a, b in zip(results[0]["norms"], norms, strict=True)]
     print(f"{what}: log-probs {error:.1e}, gradient norms {max(gaps):.1e}, weights {worst:.1e}")
     assert worst < 5e-6, f"{what}: weights differ by {worst}"
-
-
-@pytest.mark.parametrize(
-    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-)
-def test_losses_of_micro_batches_add_up_to_that_of_the_batch(mode):
-    from verl.trainer.ppo.core_algos import agg_loss
-
-    mask = batch_of_many_lengths()["response_mask"]
-    mask[6] = 0
-    losses, micro_batches = torch.randn(mask.shape), [[0], [1, 5, 6], [2, 3, 4, 7]]
-    info = whole_batch_info(mask, len(micro_batches))
-    parts = [agg_loss(losses[rows], mask[rows], mode, **info) for rows in micro_batches]
-    torch.testing.assert_close(torch.stack(parts).mean(), agg_loss(losses, mask, mode))

@@ -104,8 +104,7 @@ def test_splitting_over_ranks_and_micro_batches_changes_nothing(loss_mode, mode,
         actor_config = config(
             loss_mode, dp_size=ranks, batch_num_tokens=tokens, global_batch_size=rows, loss_scale_factor=17
         )
-        loss, gradient, metrics = loss_and_gradient(part, mode, actor_config)
-        assert all(isinstance(value, float) for value in metrics.values())  # engine workers take numbers only
+        loss, gradient, _ = loss_and_gradient(part, mode, actor_config)
         total += loss / ranks
         gradients.append(gradient / ranks)
     assert total == pytest.approx(whole_loss, abs=1e-6)
@@ -128,7 +127,9 @@ def test_the_actor_that_knows_no_global_sizes_is_split_invariant_too(mode, micro
     torch.testing.assert_close(torch.cat([g for _, g, _ in parts]), whole_gradient, atol=1e-6, rtol=0)
 
 
-def test_metrics_of_micro_batches_and_ranks_meet_exactly():
+@pytest.mark.parametrize("info", [{}, {"dp_size": 8, "batch_num_tokens": 90, "global_batch_size": 16}])
+def test_metrics_of_micro_batches_and_ranks_meet_exactly(info):
+    """Of micro-batches of different sizes, whether they know the sizes of the whole batch or not."""
     from verl import DataProto
     from verl.utils.metric import reduce_metrics
     from verl.utils.py_functional import append_to_dict
@@ -137,9 +138,10 @@ def test_metrics_of_micro_batches_and_ranks_meet_exactly():
     per_rank = []
     for rank in range(2):
         metrics: dict = {}
-        for i in range(4):
-            part = {k: v[rank * 8 + 2 * i : rank * 8 + 2 * i + 2] for k, v in inputs.items()}
-            append_to_dict(metrics, loss_and_gradient(part, "seq-mean-token-mean", config("gspo"))[2])
+        for start, end in ((0, 1), (1, 3), (3, 8)):
+            part = {k: v[rank * 8 + start : rank * 8 + end] for k, v in inputs.items()}
+            actor_config = config("gspo", **info)
+            append_to_dict(metrics, loss_and_gradient(part, "seq-mean-token-mean", actor_config)[2])
         per_rank.append(DataProto(meta_info={"metrics": metrics}))
     reduced = reduce_metrics(DataProto.concat(per_rank).meta_info["metrics"])
 
@@ -160,6 +162,22 @@ def test_metrics_of_micro_batches_and_ranks_meet_exactly():
     assert reduced["actor/gspo/clipfrac_low"] == pytest.approx(low)
     assert reduced["actor/pg_clipfrac"] == pytest.approx(high + low)
     assert "actor/ppo_kl" in reduced
+
+
+def test_engine_workers_get_numbers():
+    """They sum or average what `ppo_loss` reports, and know no lists."""
+    from verl.utils.metric import Metric
+    from verl.workers.utils import losses
+
+    inputs = {name: value.float() for name, value in batch(rows=4).items()}
+    log_prob = inputs.pop("log_prob")
+    sizes = {"dp_size": 1, "batch_num_tokens": 30, "global_batch_size": 4}
+    data = inputs | {"old_log_probs": inputs.pop("old_log_prob")} | sizes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "no_padding_2_padding", lambda values, data: values)
+        _, metrics = losses.ppo_loss(config("gspo"), {"log_probs": log_prob}, data)
+    assert "actor/gspo/seq_ratio/p95" in metrics
+    assert all(np.isscalar(m.aggregate() if isinstance(m, Metric) else m) for m in metrics.values())
 
 
 @pytest.mark.parametrize("loss_mode", ["vanilla", "sapo", "geo_mean", "gpg", "cispo"])

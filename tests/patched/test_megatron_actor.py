@@ -92,12 +92,9 @@ def resumes(worker, batch, path) -> dict[str, bool]:
 
 
 def reference(
-    path, batch: dict[str, torch.Tensor], dp: int = 1, kl_coef: float = 0.0
+    path, batch: dict[str, torch.Tensor], kl_coef: float = 0.0
 ) -> tuple[torch.Tensor, list[float], dict[str, torch.Tensor]]:
-    """The same updates with Hugging Face and torch's AdamW: first log-probs, gradient norms, final weights.
-
-    ``dp``: data-parallel ranks, each of which averages over the tokens it has.
-    """
+    """The same updates with Hugging Face and torch's AdamW: first log-probs, gradient norms, weights."""
     from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, kl_penalty
     from verl.workers.config import FSDPActorConfig, OptimizerConfig
 
@@ -110,23 +107,19 @@ def reference(
     )
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPSILON)
-    shares = [{name: column.chunk(dp)[rank] for name, column in batch.items()} for rank in range(dp)]
+    mask = batch["response_mask"]
     norms, first = [], None
     for _ in range(UPDATES):
         log_prob = response_log_probs(model, batch)
         first = log_prob.detach() if first is None else first
-        losses = []
-        for own, share in zip(log_prob.chunk(dp), shares, strict=True):
-            mask = share["response_mask"]
-            loss, _ = compute_policy_loss_vanilla(
-                own.detach(), own, share["advantages"], mask, "token-mean", config
-            )
-            if kl_coef:
-                kl = kl_penalty(own, share["ref_log_prob"], "low_var_kl")
-                loss = loss + kl_coef * (kl * mask).sum() / mask.sum()
-            losses.append(loss)
+        loss, _ = compute_policy_loss_vanilla(
+            log_prob.detach(), log_prob, batch["advantages"], mask, "token-mean", config
+        )
+        if kl_coef:
+            kl = kl_penalty(log_prob, batch["ref_log_prob"], "low_var_kl")
+            loss = loss + kl_coef * (kl * mask).sum() / mask.sum()
         optimizer.zero_grad()
-        (sum(losses) / dp).backward()
+        loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         optimizer.step()
     return first, norms, model.state_dict()
