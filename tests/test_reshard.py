@@ -124,6 +124,29 @@ def test_qwen3_235b_takes_no_more_rounds_than_its_busiest_rank(tp, dp, rounds):
     assert len(list(plan.rounds(0))) == rounds == math.ceil(busiest * len(PARTS) / plan.round_slices)
 
 
+QWEN3_235B = Train(128, 32, tuple(tuple(range(*ends)) for ends in itertools.pairwise((0, 23, 47, 71, 94))))
+
+
+def test_no_rank_of_qwen3_235b_calls_with_nothing_on_both_sides(monkeypatch):
+    """Counted at the call, for all ranks of the published layout with experts of one number each."""
+    plan, calls, idle = make_plan(QWEN3_235B, Rollout(4, 32, 128), 128), Counter(), set()
+    rank = 0
+
+    def all_to_all(output, given, wanted, sent, group):
+        assert (len(output), len(given)) == (sum(wanted), sum(sent)) and len(output) + len(given) > 0
+        calls[rank] += 1
+        if wanted[rank]:
+            assert wanted == sent and sum(sent) == 1
+            idle.add(rank)
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", all_to_all)
+    for rank in range(plan.train.world):  # noqa: B007
+        for _ in reshard(plan, rank, lambda slice_: torch.zeros(1, 1), 1, 1, torch.float32, "cpu"):
+            pass
+    assert set(calls) == set(range(128)) and len(set(calls.values())) == 1
+    assert len(idle) > 1  # else nothing was tested
+
+
 @pytest.mark.parametrize(
     "train,rollout,experts,message",
     [
@@ -155,7 +178,8 @@ def reshard_in(rank: int, cases: list[tuple[Train, Rollout, int]]) -> list[tuple
         traffic, buffers = [], set()
 
         def counted(output, *args, traffic=traffic, buffers=buffers, **kwargs):
-            traffic.append(output.nbytes)
+            assert output.nbytes + args[0].nbytes > 0
+            traffic.append(output.nbytes * (output.numel() > 1))  # one number keeps an idle rank in the round
             buffers.update((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
                            for t in (output, args[0]))  # fmt: skip
             return all_to_all(output, *args, **kwargs)

@@ -13,7 +13,8 @@ receives at most one. A round is ``round_slices`` matchings of slices, which bou
 
 Invariants (tests/test_reshard.py, against sets): a rank ends up with exactly its worker's experts; it
 receives exactly what it needs minus what it owns, each slice once; the replicas of an owner send equally
-often, within one; send and receive buffers together are at most one layer's local experts of a rollout rank.
+often, within one; no rank calls AllToAllV with nothing to send and nothing to receive: it then sends itself
+one number; send and receive buffers together are at most one layer's local experts of a rollout rank.
 TP and CP do not appear: without expert tensor parallelism (ETP 1) they do not move an expert.
 Cost: O(E (V + D)) per step pattern, E edges, V ranks, D degree; patterns repeat, so few are computed.
 """
@@ -201,12 +202,11 @@ def reshard(
     for sends, receives in plan.rounds(rank):
         for place, (_, slice_) in zip(send.split(size), sends, strict=False):
             place.view(shapes[slice_.part]).copy_(read(slice_))
+        wanted, given = (_counts(moves, plan.train.world, size) for moves in (receives, sends))
+        if not sends and not receives:
+            wanted[rank] = given[rank] = 1  # to itself: AllToAllV with nothing on both sides may be refused
         torch.distributed.all_to_all_single(
-            receive[: len(receives) * size],
-            send[: len(sends) * size],
-            _counts(receives, plan.train.world, size),
-            _counts(sends, plan.train.world, size),
-            group=group,
+            receive[: sum(wanted)], send[: sum(given)], wanted, given, group=group
         )
         for place, (_, slice_) in zip(receive.split(size), receives, strict=False):
             yield slice_.name, place.view(shapes[slice_.part])
