@@ -261,13 +261,18 @@ def npu_moe_distribute_dispatch_v2(
     shared_expert_rank_num=0, quant_mode=0, global_bs=0, expert_token_nums_type=1, group_tp="",
     tp_world_size=0, tp_rank_id=0,
 ):  # fmt: skip
-    """Rows for the experts of this rank, by expert, and where those end; (rank, place in its expert_ids)."""
+    """Rows for the experts of this rank, by expert, and where those end; (rank, place in its expert_ids).
+
+    As on a device there is always room for as many rows as can come; those that do not come are left alone.
+    """
     assert expert_shard_type == shared_expert_rank_num == quant_mode == expert_token_nums_type == 0
     assert expert_ids.numel() == 0 or 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < moe_expert_num
     local = moe_expert_num // ep_world_size
     rows, experts, origins = [], [], []
-    gathered = [communication.all_gather(group_ep, part) for part in (x, expert_ids.long())]
-    for rank, (tokens, ids) in enumerate(zip(*gathered, strict=True)):
+    of_ranks = [communication.all_gather(group_ep, part) for part in (x, expert_ids.long())]
+    tokens_at_most = global_bs or sum(map(len, of_ranks[0]))
+    assert max(map(len, of_ranks[0])) * ep_world_size <= tokens_at_most, "global_bs is too small"
+    for rank, (tokens, ids) in enumerate(zip(*of_ranks, strict=True)):
         place = (ids.flatten() // local == ep_rank_id).nonzero().flatten()
         rows.append(tokens[place // ids.shape[1]])
         experts.append(ids.flatten()[place] % local)
@@ -275,8 +280,10 @@ def npu_moe_distribute_dispatch_v2(
     experts = torch.cat(experts)
     order = experts.argsort(stable=True)
     ends = torch.bincount(experts, minlength=local).cumsum(0)
-    nothing = x.new_zeros(0)
-    return torch.cat(rows)[order], nothing, torch.cat(origins)[order], ends, nothing, nothing, nothing
+    nothing, left = x.new_zeros(0), tokens_at_most * min(local, expert_ids.shape[1]) - len(order)
+    expand_x = torch.cat([torch.cat(rows)[order], training.left_alone(left, x.shape[1], dtype=x.dtype)])
+    assist_info = torch.cat([torch.cat(origins)[order], ends.new_full((left, 2), -1)])
+    return expand_x, nothing, assist_info, ends, nothing, nothing, nothing
 
 
 @kernel("npu")

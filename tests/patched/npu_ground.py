@@ -1,12 +1,12 @@
-"""vllm-ascend's own worker and model runner on the software NPU: a process that imported them runs the tests' jobs.
+"""vllm-ascend's worker and model runner on the software NPU: a process that imported them runs tests' jobs.
 
     def job(path, method): ...           # top level of a test module; arguments and result are JSON
     def test_it(npu_ground, tiny):
         assert npu_ground.run(job, str(tiny / "model"), "ngram") == ...
 
 Each job is forked from the process, so it starts at once with fresh state. The device is software_npu/, of the
-series that the tree is compiled for; vLLM finds vllm-ascend by itself. ``generate`` is the job that most
-tests need. VLLM_ASCEND_TREE selects another tree than frameworks/vllm_ascend.
+series that the tree is compiled for; vLLM finds vllm-ascend by itself. ``generate`` is the job that most tests
+need. VLLM_ASCEND_TREE selects another tree than frameworks/vllm_ascend.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from warm import PATIENCE_S
 from ascend_rl.host.npu_tools import built_for
 
 ROOT = Path(__file__).resolve().parents[2]
+
 
 class Ground:
     """The process; use it as a context manager."""
@@ -87,7 +88,7 @@ class Ground:
 def prepare() -> None:
     """Import vllm-ascend, which vLLM finds.
 
-    A tree from git that nobody compiled has no metadata to be found by, and does not say for which series it is: A3.
+    A tree from git that nobody compiled has no metadata to be found by, and names no series: A3.
     """
     import vllm.platforms
 
@@ -105,7 +106,7 @@ def prepare() -> None:
 
 
 def compiled_for(series: str) -> None:
-    """Stands in for a tree that is compiled for a series of chips, on one of them: the released wheel is for A2."""
+    """Stands in for a tree that is compiled for a series of chips, on one of them; the wheel is for A2."""
     import types
 
     import vllm_ascend.utils
@@ -139,12 +140,12 @@ def serve() -> None:
         print("done", file=answers, flush=True)
 
 
-def save_random_model(path: Path, moe: bool = False) -> Path:
+def save_random_model(path: Path, moe: bool = False, seed: int = 0) -> Path:
     """A tiny Qwen3 whose continuations are not as regular as those of the trained one, and its tokenizer."""
     from ascend_rl.recipe.tiny import make_model, make_tokenizer
 
     tokenizer = make_tokenizer()
-    for part in (tokenizer, make_model(tokenizer, seed=0, moe=moe)):
+    for part in (tokenizer, make_model(tokenizer, seed=seed, moe=moe)):
         part.save_pretrained(path)
     return path
 
