@@ -4,9 +4,9 @@
     def test_it(npu_ground, tiny):
         assert npu_ground.run(job, str(tiny / "model"), "ngram") == ...
 
-Each job is forked from the process, so it starts at once with fresh state. The device is software_npu/, of the
-series that the tree is compiled for; vLLM finds vllm-ascend by itself. ``generate`` is the job that most tests
-need. VLLM_ASCEND_TREE selects another tree than frameworks/vllm_ascend.
+Each job is forked from the process, so it starts at once with fresh state. The device is software_npu/, of
+the series that the tree is compiled for; vLLM finds vllm-ascend by itself. ``generate`` is the job that most
+tests need. VLLM_ASCEND_TREE selects another tree than frameworks/vllm_ascend.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from warm import PATIENCE_S
 from ascend_rl.host.npu_tools import built_for
 
 ROOT = Path(__file__).resolve().parents[2]
+WEIGHT_SYNC = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"  # worker_extension_cls
 
 
 class Ground:
@@ -174,6 +175,21 @@ def generate(path: str, prompts: list[list[int]], sampling: dict, **options) -> 
         "calls": dict(calls),
         "runner": f"{type(runner).__module__}.{type(runner).__name__}",
     }
+
+
+def sync_weights(worker, weights: dict) -> None:
+    """verl's weight sync to a worker with WEIGHT_SYNC, through shared memory."""
+    import asyncio
+    import threading
+
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    sender = BucketedWeightSender(worker._get_zmq_handle(), bucket_size_mb=1, use_shm=True)
+    sending = sender.async_send_weights(iter(weights.items()))
+    thread = threading.Thread(target=asyncio.run, args=(sending,), daemon=True)
+    thread.start()
+    worker.update_weights_from_ipc(use_shm=True)
+    thread.join()
 
 
 def on_ranks(series: str, world: int, function, *args):

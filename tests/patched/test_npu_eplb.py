@@ -1,6 +1,6 @@
 """With EPLB on, vllm-ascend's rollout computes with the trainer's weights, wherever its experts moved.
 
-Two ranks, each with vllm-ascend's worker, runner and EPLB process, on the CPU; the weight sync is verl's. The
+Two ranks, each with vllm-ascend's worker, runner and EPLB process, on software NPUs; the sync is verl's. The
 oracle is Hugging Face with the same weights: log-probs of the whole vocabulary at each position.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from npu_ground import on_ranks, save_random_model
+from npu_ground import WEIGHT_SYNC, on_ranks, save_random_model, sync_weights
 
 RANKS, LAYERS, EXPERTS, NEW_TOKENS, TOLERANCE = 2, 2, 8, 4, 5e-5
 TP, DP = "tensor_parallel_size", "data_parallel_size"
@@ -24,8 +24,8 @@ class Rank:
 
         self.llm = make_llm(
             path, distributed_executor_backend="external_launcher", **{parallel: RANKS},
-            enable_expert_parallel=True, enable_prefix_caching=False, max_logprobs=50,
-            worker_extension_cls="verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
+            enable_expert_parallel=True, enable_prefix_caching=False, enable_sleep_mode=True, max_logprobs=50,
+            worker_extension_cls=WEIGHT_SYNC,
             additional_config={
                 "dynamic_eplb": True, "eplb_policy_type": 4, "init_redundancy_expert": redundant,
                 "num_iterations_eplb_update": COLLECT, "num_wait_worker_iterations": WAIT,
@@ -41,19 +41,8 @@ class Rank:
         return [layer.mlp.experts for layer in self.runner.model.model.layers]
 
     def sync(self, file: str) -> None:
-        import asyncio
-        import threading
-
-        from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
-
         self.weights = torch.load(file)
-        self.worker.device = torch.device("cpu")
-        sender = BucketedWeightSender(self.worker._get_zmq_handle(), bucket_size_mb=1, use_shm=True)
-        sending = sender.async_send_weights(iter(self.weights.items()))
-        thread = threading.Thread(target=asyncio.run, args=(sending,), daemon=True)
-        thread.start()
-        self.worker.update_weights_from_ipc(use_shm=True)
-        thread.join()
+        sync_weights(self.worker, self.weights)
 
     def generate(self, prompts, tokens: int):
         from vllm import SamplingParams
@@ -90,31 +79,14 @@ class Rank:
 
     def compare(self, experts, slot: int, name: str) -> None:
         gate, up, down = (self.weights[f"{name}{part}_proj.weight"] for part in ("gate", "up", "down"))
-        assert torch.equal(experts.w13_weight[slot], torch.cat((gate, up)).T), f"slot {slot} is not {name}"
-        assert torch.equal(experts.w2_weight[slot], down.T), f"slot {slot} is not {name}"
+        w13, w2 = experts.w13_weight[slot].cpu(), experts.w2_weight[slot].cpu()
+        assert torch.equal(w13, torch.cat((gate, up)).T), f"slot {slot} is not {name}"
+        assert torch.equal(w2, down.T), f"slot {slot} is not {name}"
 
     def sleep_and_wake_up(self) -> None:
-        """What sleep level 2 does on an NPU: the model's memory is given away; buffers are kept."""
-        from types import SimpleNamespace
-        from unittest import mock
-
-        import vllm_ascend.worker.worker as module
-
-        def lose(offload_tags):
-            assert not offload_tags
-            for tensor in (*self.runner.model.parameters(), *self.runner.model.buffers()):
-                tensor.data.fill_(77)
-            for experts in self.experts():
-                experts.log2phy.fill_(77)
-                experts.moe_load.fill_(77)
-
-        pool = SimpleNamespace(sleep=lose, wake_up=lambda tags: None)
-        with (
-            mock.patch.object(module.CaMemAllocator, "get_instance", lambda: pool),
-            mock.patch("torch.npu.mem_get_info", lambda: (1, 1)),
-        ):
-            self.worker.sleep(2)
-            self.worker.wake_up()
+        """Of what was made while the model was, only buffers are the same afterwards."""
+        self.worker.sleep(2)
+        self.worker.wake_up()
 
     def end(self) -> list[dict]:
         self.updator.shutdown()
