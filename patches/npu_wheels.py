@@ -1,6 +1,6 @@
-"""What the software NPU and tests need to know of the pinned wheels of torch_npu and vllm-ascend: schemas, names, options.
+"""What the software NPU and tests need of the pinned wheels of torch_npu and vllm-ascend: schemas, names.
 
-python patches/npu_wheels.py        # prints the path of the file; downloads the wheels (about 30 MB) the first time
+python patches/npu_wheels.py        # prints the path of the file; the first time it downloads the wheels
 """
 
 from __future__ import annotations

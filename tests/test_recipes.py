@@ -1,7 +1,8 @@
 """Every recipe of internal/: verl accepts its configuration, which is as published and fits the dies.
 
-Nothing runs here; tests/e2e/test_recipes_smoke.py rehearses them. SMOKE=1 may change only sizes: the keys it may
-touch are listed below, and so is how each recipe without a code path of its own differs from one that has it.
+Nothing runs here; tests/e2e/test_recipes_smoke.py rehearses them. SMOKE=1 may change only sizes: the keys it
+may touch are listed below, and so is how each recipe without a code path of its own differs from one that has
+it.
 """
 
 from __future__ import annotations

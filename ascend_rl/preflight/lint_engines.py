@@ -417,8 +417,8 @@ def _(s):
     "train.mindspeed_values",
     "error",
     "MindSpeed gets what its checks of options read",
-    why="with the fused rotary embedding it asks the configuration for position_embedding_type, which verl does "
-    "not set (AttributeError); the split of a pipeline it parses as a string (TypeError on Hydra's list)",
+    why="with the fused rotary embedding it asks the configuration for position_embedding_type, which verl "
+    "does not set (AttributeError); the split of a pipeline it parses as a string (TypeError on a list)",
     fix="+...override_transformer_config.position_embedding_type=rope, and quotes: "
     "\"...pipeline_num_transformer_layers='[[23],[24],[24],[23]]'\"",
 )
