@@ -10,7 +10,7 @@
 #
 # Variables: NNODES (8), NPUS_PER_NODE (16), MODEL_PATH, DIST_CKPT_PATH (MODEL_PATH-mcore), TRAIN_FILE (DAPO-Math-17k),
 #            TEST_FILE (AIME), OUTPUT_DIR, OVERLONG (False: the penalty on responses near the limit); SMOKE=1 runs
-#            it scaled down on a CPU (docs/recipes.md)
+#            it scaled down on a laptop (docs/rehearsal.md)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/qwen3_235b_layout.sh"

@@ -8,7 +8,7 @@
 # Duration: published: 4562 s for the rollout of the first step, at batch 128
 #
 # Variables: NNODES (2), NPUS_PER_NODE (16), MODEL_PATH, TRAIN_FILE (DAPO-Math-17k), TEST_FILE (AIME), OUTPUT_DIR, OVERLONG
-#            (False: the penalty on responses near the limit); SMOKE=1 runs it scaled down on a CPU (docs/recipes.md)
+#            (False: the penalty on responses near the limit); SMOKE=1 runs it scaled down on a laptop (docs/rehearsal.md)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/qwen3_32b_layout.sh"

@@ -9,7 +9,7 @@
 # Duration: published: 7833 s a step, of which the rollout takes 6638 s
 #
 # Variables: NNODES (8), NPUS_PER_NODE (16), MODEL_PATH, DIST_CKPT_PATH (MODEL_PATH-mcore), TRAIN_FILE (DeepScaleR),
-#            TEST_FILE (AIME), OUTPUT_DIR; SMOKE=1 runs it scaled down on a CPU (docs/recipes.md)
+#            TEST_FILE (AIME), OUTPUT_DIR; SMOKE=1 runs it scaled down on a laptop (docs/rehearsal.md)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/qwen3_235b_layout.sh"

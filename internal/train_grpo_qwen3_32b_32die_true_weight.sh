@@ -8,7 +8,7 @@
 # Duration: published: 2444 s for the rollout of the first step, at batch 128
 #
 # Variables: NNODES (2), NPUS_PER_NODE (16), MODEL_PATH, TRAIN_FILE (DeepScaleR), TEST_FILE (AIME), OUTPUT_DIR; SMOKE=1
-#            runs it scaled down on a CPU (docs/recipes.md)
+#            runs it scaled down on a laptop (docs/rehearsal.md)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/qwen3_32b_layout.sh"

@@ -8,7 +8,7 @@
 #
 # Variables: NNODES (1), NPUS_PER_NODE (8), MODEL_PATH, TRAIN_FILE and TEST_FILE (GSM8K), OUTPUT_DIR, WORKERS (enable: verl's
 #            legacy workers; disable: its engine workers), SAVE_FREQ (10), OVERLONG (False: penalise responses near the
-#            limit); SMOKE=1 runs it scaled down on a CPU (docs/recipes.md)
+#            limit); SMOKE=1 runs it scaled down on a laptop (docs/rehearsal.md)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac

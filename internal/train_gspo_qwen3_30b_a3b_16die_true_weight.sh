@@ -13,7 +13,7 @@
 #
 # Variables: NNODES (2), NPUS_PER_NODE (8), MODEL_PATH, TRAIN_FILE (DAPO-Math-17k), TEST_FILE (AIME), OUTPUT_DIR, LOSS_MODE
 #            (gspo), CLIP_RATIO_LOW and CLIP_RATIO_HIGH (0.0003, 0.0004), OVERLONG (True: penalise responses near
-#            the limit); SMOKE=1 runs it scaled down on a CPU (docs/recipes.md)
+#            the limit); SMOKE=1 runs it scaled down on a laptop (docs/rehearsal.md)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
