@@ -193,6 +193,11 @@ def test_verl_accepts_the_configuration(configs, name, smoke):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_sequence_weighs_the_same_however_batches_are_split(configs, name):
+    assert configs[name, False].actor_rollout_ref.actor.whole_batch_loss
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_linter_has_nothing_against_it(name, monkeypatch):
     """Wherever this checkout is: one below /tmp is on no storage that nodes share."""
     for variable in ("MODEL_PATH", "DIST_CKPT_PATH", "OUTPUT_DIR"):
