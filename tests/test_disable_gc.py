@@ -174,3 +174,38 @@ def test_a_threshold_of_0_means_never_and_stays(monkeypatch):
     monkeypatch.setattr(disable_gc, "gc", counts)
     collector.between_steps(0.001)
     assert counts.seen == [(0, 11, 10)]
+
+
+def test_a_worker_collects_after_the_last_call_of_a_step_only(collected):
+    """execute_model without output goes on in sample_tokens; with output, and other calls, it is the last."""
+    calls = [("execute_model", None), ("sample_tokens", 1), ("execute_model", 1), (b"any", None)]
+    try:
+        collector = disable_gc.CallCollector()
+        frozen, counts = gc.get_freeze_count(), []
+        assert frozen > 0 and not gc.isenabled()
+        for call in calls:
+            collected.clear()
+            Engine.allocated = [[] for _ in range(2000)]
+            assert collected == []
+            collector.after(*call)
+            counts.append(len(collected))
+            assert not gc.isenabled()
+        assert counts[0] == 0 and min(counts[1:]) >= 1
+        collector.after("compile_or_warm_up_model", 1.0)
+        assert gc.get_freeze_count() > frozen  # what the start has left
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize(("switch", "was_on"), [("0", True), ("1", False)])
+def test_a_worker_leaves_collection_as_it_is_without_the_switch_or_when_it_is_off(
+    collected, monkeypatch, switch, was_on
+):
+    monkeypatch.setenv("ROLLOUT_DISABLE_GC", switch)
+    if not was_on:
+        gc.disable()
+    collected.clear()
+    collector = disable_gc.CallCollector()
+    collector.after("compile_or_warm_up_model", 1.0)
+    collector.after("sample_tokens", 1)
+    assert gc.isenabled() == was_on and collected == []

@@ -1,4 +1,4 @@
-"""Garbage collection between the steps of vLLM's engine, not inside them.
+"""Garbage collection between the steps of vLLM's engine and of its worker processes, not inside them.
 
 Problem: Python collects when enough objects were allocated, often in the middle of a decode step, while the
 device waits; a full collection of a large heap takes hundreds of milliseconds. Published for Qwen3
@@ -8,6 +8,9 @@ what that step allocated, and the older ones when it finds them due by its own r
 that is also paid for by a share of the time that steps have taken, or long overdue. After every step, because
 Python's count of what was allocated is low when a step has freed what older ones allocated: left to it, the
 young generation waits for dozens of steps and then takes as many times longer.
+With the executor that verl uses (mp), operators are launched by worker processes, one for each device. There
+a step is the calls execute_model and sample_tokens; collection is off but for a moment after the last of them
+has been answered, and after other calls. The heap is frozen after the start, as vLLM does in the engine's.
 Invariants: no collection during a step; the collector is restored however a step ends, exceptions and
 SystemExit included; if it was off already, nothing is done; full collections that are not overdue take at
 most ``SHARE`` of the time of steps, plus one. Cost: two calls a step, and the collections.
@@ -52,6 +55,32 @@ class Collector:
         if gc.get_stats()[2]["collections"] > fulls:
             self.full_s = time.perf_counter() - begin
             self.credit_s = min(self.credit_s - self.full_s, 0.0)
+
+
+class CallCollector:
+    """In the loop of a worker process: collects between steps, with ROLLOUT_DISABLE_GC=1."""
+
+    def __init__(self) -> None:
+        self.on = switched_on("ROLLOUT_DISABLE_GC") and gc.isenabled()
+        self.collector, self.since = Collector(), time.perf_counter()
+        if self.on:
+            self.freeze()
+            gc.disable()
+
+    def freeze(self) -> None:
+        """Leave what exists, such as the model, out of all later collections."""
+        gc.collect()
+        gc.freeze()
+
+    def after(self, method: str | bytes, output: Any) -> None:
+        """Collect, unless the step goes on: ``method`` returned ``output``, which has been handed on."""
+        if not self.on or (method == "execute_model" and output is None):  # sample_tokens follows
+            return
+        if method == "compile_or_warm_up_model":  # the last call of the start
+            self.freeze()
+        self.collector.between_steps(time.perf_counter() - self.since)
+        gc.disable()
+        self.since = time.perf_counter()
 
 
 def collect_between(step: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
 import queue
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
+from spec_engines import random_model
 
 from ascend_rl.host import disable_gc
 from vllm.utils.gc_utils import freeze_gc_heap
@@ -128,3 +133,100 @@ def test_full_collections_keep_to_their_budget(steps, monkeypatch):
     longest = steps.core._collector.full_s
     assert spent[0] <= disable_gc.SHARE * elapsed + 6 * longest  # the first ones, and overdue ones
     del heap
+
+
+WATCH = '''
+import gc, os, sys
+
+
+class Cycle:
+    alive = 0
+
+    def __init__(self):
+        self.me, self.load = self, [[i] for i in range(40)]
+        Cycle.alive += 1
+
+    def __del__(self):
+        Cycle.alive -= 1
+
+
+class Watch:
+    """In a worker process: garbage in each forward, and how often Python collected in a step and between."""
+
+    def begin(self):
+        gc.set_threshold(700, 10, 10)  # Python's own, as on an NPU
+        self.inside, self.steps, self.collected, self.most = False, 0, {True: 0, False: 0}, 0
+        execute, sample = self.execute_model, self.sample_tokens
+
+        def execute_model(*args, **kwargs):
+            self.inside, self.steps = True, self.steps + 1
+            self.made = [Cycle() for _ in range(30)]
+            output = execute(*args, **kwargs)
+            self.inside = output is None
+            return output
+
+        def sample_tokens(*args, **kwargs):
+            output = sample(*args, **kwargs)
+            self.inside, self.most = False, max(self.most, Cycle.alive)
+            return output
+
+        def watch(phase, info):
+            self.collected[self.inside] += phase == "start"
+
+        self.execute_model, self.sample_tokens = execute_model, sample_tokens
+        gc.callbacks.append(watch)
+
+    def report(self):
+        return {"process": os.getpid(), "steps": self.steps, "inside": self.collected[True],
+                "between": self.collected[False], "most": self.most, "frozen": gc.get_freeze_count(),
+                "sam": "ascend_rl.speculation.sam" in sys.modules}
+'''
+RUN = """
+import json, os, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    os.environ["ROLLOUT_DISABLE_GC"] = sys.argv[2]
+    llm = LLM(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=256,
+              max_num_seqs=4, num_gpu_blocks_override=64, distributed_executor_backend="mp",
+              worker_extension_cls="watching_worker.Watch")
+    llm.collective_rpc("begin")
+    sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
+    print(json.dumps(llm.collective_rpc("report")[0] | {"parent": os.getpid()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """What a worker process of the mp executor, which verl uses, reports with the switch on and off."""
+    path = tmp_path_factory.mktemp("worker")
+    random_model(path / "model")
+    (path / "watching_worker.py").write_text(WATCH)
+    (path / "run.py").write_text(RUN)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
+    found = {}
+    for switch in ("0", "1"):
+        command = [sys.executable, path / "run.py", path / "model", switch]
+        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+        assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+        found[switch] = json.loads(next(x for x in reversed(run.stdout.splitlines()) if x.startswith("{")))
+    return found
+
+
+def test_a_worker_process_collects_between_its_steps(workers):
+    off, on = workers["0"], workers["1"]
+    for worker in (off, on):
+        assert worker["process"] != worker["parent"] and worker["steps"] >= 100
+    assert off["inside"] >= off["steps"]  # else there was nothing to mend
+    assert on["inside"] == 0 and on["between"] >= on["steps"]
+
+
+def test_the_heap_of_a_worker_process_is_frozen_and_does_not_grow(workers):
+    assert workers["0"]["frozen"] == 0 and workers["1"]["frozen"] > 100_000
+    assert workers["1"]["most"] < 40 * 30  # without collection all of them, 30 a step
+
+
+def test_a_worker_without_sam_compiles_nothing_for_it(workers):
+    """ascend_rl.speculation.sam compiles where it is imported; vLLM itself imports numba."""
+    assert not any(worker["sam"] for worker in workers.values())
