@@ -7,17 +7,19 @@ import os
 import subprocess
 import sys
 
+from ranks import SITE
+
 PROGRAM = """
-import torch_npu, json
+import json, torch
 from verl.utils.device import get_device_name, set_expandable_segments
 set_expandable_segments(False)
 set_expandable_segments(True)
-print(json.dumps([get_device_name(), torch_npu.allocator_settings]))
+print(json.dumps([get_device_name(), torch.npu.memory.allocator_settings]))
 """
 
 
 def test_npu_allocator_is_switched(root):
-    path = os.pathsep.join(filter(None, [str(root / "tests/stubs/npu"), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )

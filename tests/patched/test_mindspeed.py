@@ -1,14 +1,13 @@
 """The Megatron tests again on MindSpeed's modules, if frameworks/mindspeed is present.
 
 verl enables MindSpeed as on an NPU: its adaptor is imported before Megatron, and the worker's configuration
-goes through ``repatch``. MindSpeed runs unchanged; tests/stubs/npu replaces torch_npu, whose kernels are a
-few lines of torch there, and nothing replaces TransformerEngine. Forward passes and exports only.
+goes through ``repatch``. MindSpeed runs unchanged on software NPUs, and nothing replaces TransformerEngine.
+Forward passes and exports only.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,6 @@ OVERLAPPING = [Layout("moe", ep=2, options=OVERLAP)]  # last: repatch cannot tak
 
 def on_mindspeed(rank: int, paths: dict, mcore) -> tuple[list, list, set[str]]:
     """What the two bodies return, and which kernels of an NPU they called."""
-    sys.argv = sys.argv[:1]  # MindSpeed reads the command line, which is pytest's here
     from software_npu.kernels.training import calls
 
     forward = forward_in(rank, LAYOUTS, paths)

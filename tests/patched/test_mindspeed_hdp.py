@@ -1,12 +1,10 @@
 """USE_HDP=1 on MindSpeed's ring attention, if frameworks/mindspeed is present: as in test_enable_hdp.py.
 
-MindSpeed's own communication and its own forward and backward of ring attention run; tests/stubs/npu replaces
-the kernels of a step.
+MindSpeed's own communication and its own forward and backward of ring attention run, on software NPUs.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from megatron_tiny import Layout, make_checkpoint
@@ -15,7 +13,6 @@ from test_enable_hdp import KL, batch_of_many_lengths, compare, learn
 from test_megatron_actor import reference
 from test_mindspeed import FLASH, MINDSPEED, needs_mindspeed, options
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = needs_mindspeed
 
 
@@ -30,8 +27,6 @@ RUNS = [(ring(4), None), (ring(2), None), (ring(4), 12), (ring(2), 20)]
 
 def on_mindspeed(rank: int, path: Path) -> list[dict]:
     """What was learnt, with the bytes this rank sent in attention's rings."""
-    sys.argv = sys.argv[:1]  # MindSpeed reads the command line, which is pytest's here
-    import mindspeed.megatron_adaptor  # noqa: F401
     from mindspeed.core.context_parallel.utils import RingP2P
 
     send, sent, results = RingP2P.async_send_recv, [], []
@@ -50,7 +45,7 @@ def on_mindspeed(rank: int, path: Path) -> list[dict]:
 
 def test_rings_learn_what_hugging_face_learns(tmp_path):
     path = make_checkpoint("dense", tmp_path / "dense", layers=2)
-    ranks = run_ranks(4, on_mindspeed, path, stubs=(ROOT / "tests/stubs/npu", MINDSPEED))
+    ranks = run_ranks(4, on_mindspeed, path, stubs=(MINDSPEED,), npu=True)
     sent = []
     for number, (layout, cap) in enumerate(RUNS):
         results = [results[number] for results in ranks]
