@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/patched")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/patched"), str(ROOT / "tests")]
 sys.path.append(str(ROOT / "patches"))
 VOCABULARY = 151936
 CASES = {  # requests, drafted tokens of each, temperature
