@@ -62,7 +62,7 @@ def tiny(root) -> Path:
 
 @pytest.fixture(scope="session")
 def npu_ground(root):
-    """A process with vllm-ascend's runner on the CPU, see tests/patched/npu_ground.py."""
+    """A process with vllm-ascend's runner on the software NPU, see tests/patched/npu_ground.py."""
     if not (root / "frameworks/vllm_ascend").is_dir():
         pytest.skip("no vllm_ascend checkout")
     from npu_ground import Ground
