@@ -21,4 +21,5 @@ if ! importable torch_npu; then
     export SOFTWARE_NPU_WHEELS
     export PYTHONPATH="$ROOT/software_npu/site:$ROOT/frameworks/vllm_ascend${PYTHONPATH:+:$PYTHONPATH}"
     export PATH="$ROOT/software_npu/node/bin:$PATH" ASCEND_HOME_PATH="$ROOT/software_npu/node/cann"
+    export ATB_HOME_PATH="$ROOT/software_npu/node/atb"
 fi
