@@ -1,2 +1,0 @@
-def memcpy(*args):
-    raise NotImplementedError("sleep mode needs the memory of a device")

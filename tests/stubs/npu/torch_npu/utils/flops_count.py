@@ -1,2 +1,0 @@
-class FlopsCounter:
-    """Only imported here."""
