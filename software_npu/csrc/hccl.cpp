@@ -150,8 +150,19 @@ Work ProcessGroupHCCL::reduce(Tensors& tensors, const c10d::ReduceOptions& optio
 Work ProcessGroupHCCL::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                  const c10d::AllgatherOptions& options) {
   return submit("hccl::allgather", device_of(inputs),
-                [this, out = host(outputs), in = host(inputs), options]() mutable {
-                  return gloo_->allgather(out, in, options);
+                [this, out = host(outputs), in = host(inputs), options]() mutable -> Work {
+                  bool equal = true;
+                  for (const at::Tensor& part : out[0]) equal = equal && part.numel() == out[0][0].numel();
+                  if (equal) return gloo_->allgather(out, in, options);
+                  // HCCL takes ranks' shares of different lengths, gloo does not: each rank sends its own to all.
+                  out[0][getRank()].copy_(in[0]);
+                  for (int rank = 0; rank < getSize(); ++rank) {
+                    Tensors part{out[0][rank]};
+                    c10d::BroadcastOptions from;
+                    from.rootRank = rank;
+                    gloo_->broadcast(part, from)->wait();
+                  }
+                  return c10::make_intrusive<Done>(out[0]);
                 });
 }
 

@@ -20,8 +20,8 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 
-from npu_wheels import wheels_file
 from warm import PATIENCE_S, Warm
+from wheels import wheels_file
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "software_npu/site"

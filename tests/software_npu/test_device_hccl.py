@@ -140,3 +140,12 @@ def test_unknown_options_of_a_group_are_refused(rank, tmp_path):
         options.hccl_config = {"hccl_bufer_size": 200}
     with pytest.raises(TypeError, match="ProcessGroupHCCL.Options"):
         dist.new_group(backend="hccl", pg_options=dist.ProcessGroupGloo._Options())
+
+
+@on_npu(ranks=2)
+def test_shares_of_different_lengths_are_gathered(rank):
+    """As HCCL does; gloo alone refuses them."""
+    share = torch.arange(1 + 2 * rank, device="npu") + 10 * rank
+    gathered = [torch.empty(length, dtype=torch.long, device="npu") for length in (1, 3)]
+    torch.distributed.all_gather(gathered, share)
+    assert [part.tolist() for part in gathered] == [[0], [10, 11, 12]]

@@ -11,7 +11,7 @@ import ascend_build
 import pytest
 import torch
 from device_job import ROOT, SITE
-from npu_wheels import CHIPS, wheels_file
+from wheels import CHIPS, wheels_file
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [2] * 20]
 NEW_TOKENS = 8
