@@ -32,7 +32,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # On the path for this import alone: patches/megatron and patches/vllm_ascend would pass for these packages.
 sys.path.append(str(ROOT / "patches"))
 importlib.import_module("ascend_build")  # and with it sources
-importlib.import_module("npu_wheels")
 sys.path.remove(str(ROOT / "patches"))
 
 

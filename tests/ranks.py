@@ -63,7 +63,7 @@ def run_ranks(world: int, function, *args, stubs: tuple[Path, ...] = (), npu: bo
     places = [*stubs, SITE if npu else STUBS, *filter(None, [os.environ.get("PYTHONPATH")])]
     device = {}
     if npu:
-        from npu_ground import wheels_file
+        from wheels import wheels_file
 
         device = {"SOFTWARE_NPU_WHEELS": str(wheels_file()), "ASCEND_HOME_PATH": str(STUBS)}
         os.environ |= device  # of the process that forks, too: it imports torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from npu_wheels import wheels_file
+from wheels import wheels_file
 
 OPERATOR = re.compile(r"torch\.ops\.(npu|atb|_C_ascend)\.(\w+)")
 NAME = re.compile(r"\b(torch_npu|torch\.npu)((?:\.\w+)+)")

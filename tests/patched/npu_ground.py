@@ -26,8 +26,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from npu_wheels import CHIPS, wheels_file
 from warm import PATIENCE_S
+from wheels import CHIPS, wheels_file
 
 from ascend_rl.host.npu_tools import built_for
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from npu_ground import wheels_file
 from ranks import SITE
+from wheels import wheels_file
 
 PROGRAM = """
 import asyncio, json, sys
