@@ -192,7 +192,7 @@ split_in_two() {
 # 2. Call it last. What was replaced is printed at the start of the run (python -m ascend_rl.rehearsal).
 smoke() {
     smoking || return 0
-    local data="$ROOT/data/tiny" a=actor_rollout_ref t=actor_rollout_ref.actor.megatron.override_transformer_config
+    local data="$ROOT/data/tiny" t=actor_rollout_ref.actor.megatron.override_transformer_config
     local updates=$((TRAIN_BATCH / MINI_BATCH)) argument gen_tp gen_dp=1 stages checkpoint
     if [ "$1" = moe ]; then data="$ROOT/data/tiny_moe"; fi
     checkpoint="${data}_mcore"
@@ -201,46 +201,46 @@ smoke() {
 
     SMOKE_DIES=1 SMOKE_SIZES=()
     if [ "$2" = megatron ]; then
-        split_in_two $a.actor.megatron.{tensor,pipeline}_model_parallel_size $a.actor.megatron.context_parallel_size
+        split_in_two actor_rollout_ref.actor.megatron.{tensor,pipeline}_model_parallel_size actor_rollout_ref.actor.megatron.context_parallel_size
     else
-        split_in_two $a.actor.ulysses_sequence_parallel_size
+        split_in_two actor_rollout_ref.actor.ulysses_sequence_parallel_size
     fi
     if [ "$SMOKE_DIES" = 1 ]; then SMOKE_DIES=2; fi
     # The rollout: all dies are one server where experts are spread over it, else they are two.
-    gen_tp="$(setting $a.rollout.tensor_model_parallel_size)"
-    if [ "$(setting $a.rollout.expert_parallel_size)" ]; then
+    gen_tp="$(setting actor_rollout_ref.rollout.tensor_model_parallel_size)"
+    if [ "$(setting actor_rollout_ref.rollout.expert_parallel_size)" ]; then
         gen_tp=2 gen_dp=$((SMOKE_DIES / 2))
-        SMOKE_SIZES+=($a.rollout.expert_parallel_size="$SMOKE_DIES")
-        stages="$(setting $a.actor.megatron.pipeline_model_parallel_size)"
-        SMOKE_SIZES+=($a.actor.megatron.expert_model_parallel_size=$((stages > 1 ? SMOKE_DIES / 2 : SMOKE_DIES)))
+        SMOKE_SIZES+=(actor_rollout_ref.rollout.expert_parallel_size="$SMOKE_DIES")
+        stages="$(setting actor_rollout_ref.actor.megatron.pipeline_model_parallel_size)"
+        SMOKE_SIZES+=(actor_rollout_ref.actor.megatron.expert_model_parallel_size=$((stages > 1 ? SMOKE_DIES / 2 : SMOKE_DIES)))
     elif [ "${gen_tp:-1}" -gt 1 ]; then
         gen_tp=$((SMOKE_DIES > 2 ? SMOKE_DIES / 2 : 2))
     fi
     SMOKE_SIZES+=(
         trainer.nnodes=1
         trainer.n_gpus_per_node="$SMOKE_DIES"
-        $a.rollout.tensor_model_parallel_size="${gen_tp:-1}"
-        $a.rollout.data_parallel_size="$gen_dp"
+        actor_rollout_ref.rollout.tensor_model_parallel_size="${gen_tp:-1}"
+        actor_rollout_ref.rollout.data_parallel_size="$gen_dp"
         # The model, the data, lengths, and as many updates a step as the recipe has.
-        $a.model.path="$data/model"
+        actor_rollout_ref.model.path="$data/model"
         data.train_files="$data/train.parquet"
         data.val_files="$data/val.parquet"
         data.train_batch_size=$((4 * updates))
         data.max_prompt_length=16
         data.max_response_length=16
         data.dataloader_num_workers=0
-        $a.rollout.n=4
-        $a.actor.ppo_mini_batch_size=4
-        $a.actor.ppo_max_token_len_per_gpu=128
-        $a.ref.log_prob_max_token_len_per_gpu=128
-        $a.rollout.log_prob_max_token_len_per_gpu=128
-        $a.rollout.max_model_len=64
-        $a.rollout.max_num_seqs=32
-        $a.rollout.max_num_batched_tokens=256
-        "$a.rollout.cudagraph_capture_sizes=[4,8,16,32]"
-        $a.rollout.agent.num_workers=1
-        $a.rollout.checkpoint_engine.update_weights_bucket_megabytes=16
-        +$a.rollout.engine_kwargs.vllm.num_gpu_blocks_override=64
+        actor_rollout_ref.rollout.n=4
+        actor_rollout_ref.actor.ppo_mini_batch_size=4
+        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128
+        actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=128
+        actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=128
+        actor_rollout_ref.rollout.max_model_len=64
+        actor_rollout_ref.rollout.max_num_seqs=32
+        actor_rollout_ref.rollout.max_num_batched_tokens=256
+        "actor_rollout_ref.rollout.cudagraph_capture_sizes=[4,8,16,32]"
+        actor_rollout_ref.rollout.agent.num_workers=1
+        actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16
+        +actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=64
         reward.num_workers=1
         trainer.total_training_steps="${STEPS:-2}"
         trainer.val_before_train=False
@@ -251,15 +251,15 @@ smoke() {
     if [ "${SMOKE_DTYPE:-bfloat16}" = float32 ]; then smoke_float32 "$2"; fi
     for argument in "${ARGS[@]}"; do
         case "$argument" in
-        $a.actor.megatron.use_dist_checkpointing=True)
-            SMOKE_SIZES+=($a.actor.megatron.dist_checkpointing_path="$checkpoint") ;;
-        $a.ref.megatron.use_dist_checkpointing=True)
-            SMOKE_SIZES+=($a.ref.megatron.dist_checkpointing_path="$checkpoint") ;;
+        actor_rollout_ref.actor.megatron.use_dist_checkpointing=True)
+            SMOKE_SIZES+=(actor_rollout_ref.actor.megatron.dist_checkpointing_path="$checkpoint") ;;
+        actor_rollout_ref.ref.megatron.use_dist_checkpointing=True)
+            SMOKE_SIZES+=(actor_rollout_ref.ref.megatron.dist_checkpointing_path="$checkpoint") ;;
         "+$t.context_parallel_size="*) SMOKE_SIZES+=("$t.context_parallel_size=2") ;;
         # Of two stages Megatron takes one number only.
         "+$t.num_layers_in_"*) argument="${argument#+}"; SMOKE_SIZES+=("~${argument%%=*}") ;;
         "+$t.pipeline_num_transformer_layers="*) SMOKE_SIZES+=("$t.pipeline_num_transformer_layers='[[1],[1]]'") ;;
-        $a.actor.optim.lr_warmup_steps=*) SMOKE_SIZES+=($a.actor.optim.lr_warmup_steps=1) ;;   # shorter than the run
+        actor_rollout_ref.actor.optim.lr_warmup_steps=*) SMOKE_SIZES+=(actor_rollout_ref.actor.optim.lr_warmup_steps=1) ;;   # shorter than the run
         +reward.reward_kwargs.max_resp_len=*)
             SMOKE_SIZES+=(reward.reward_kwargs.max_resp_len=16 reward.reward_kwargs.overlong_buffer_cfg.len=8) ;;
         esac
@@ -270,13 +270,13 @@ smoke() {
 # SMOKE_DTYPE=float32: rollout and trainer agree to 1e-5, which shows that they are the same model. MindSpeed's swapped
 # optimizer then is left out: it knows only parameters of 16 bits.
 smoke_float32() {
-    local a=actor_rollout_ref t=actor_rollout_ref.actor.megatron.override_transformer_config
-    SMOKE_SIZES+=($a.rollout.dtype=float32)
+    local t=actor_rollout_ref.actor.megatron.override_transformer_config
+    SMOKE_SIZES+=(actor_rollout_ref.rollout.dtype=float32)
     if [ "$1" = megatron ]; then
-        SMOKE_SIZES+=($a.actor.megatron.dtype=float32 $a.ref.megatron.dtype=float32)
+        SMOKE_SIZES+=(actor_rollout_ref.actor.megatron.dtype=float32 actor_rollout_ref.ref.megatron.dtype=float32)
         if [ "$(setting "$t.swap_optimizer")" = True ]; then SMOKE_SIZES+=("~$t.swap_optimizer"); fi
     else
-        SMOKE_SIZES+=($a.actor.fsdp_config.dtype=float32)
+        SMOKE_SIZES+=(actor_rollout_ref.actor.fsdp_config.dtype=float32)
     fi
 }
 

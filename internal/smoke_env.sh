@@ -1,25 +1,28 @@
 # shellcheck shell=bash
-# Sourced by ray_start_npu.sh with SMOKE=1: what a rehearsal (docs/rehearsal.md) needs of the machine. Where torch_npu finds
+# Sourced by ray_start_npu.sh after common.sh: what a rehearsal (docs/rehearsal.md) needs of the machine. Where torch_npu finds
 # no NPU, the software NPU takes its place; the environment script of the recipe follows and is the cluster's.
 
-# One thread each: a tiny model gains nothing from more. Compiling it takes longer than running it.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"
-# No hub, no telemetry, no colours in logs.
-export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 RAY_COLOR_PREFIX=0 NO_COLOR=1
-export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
-# Collectives and vLLM's sockets stay on this machine.
-export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" VLLM_HOST_IP="${VLLM_HOST_IP:-127.0.0.1}"
-# The dies of the largest rehearsal, as resources of Ray; a rehearsal takes as many as its parallel sizes need.
-export NNODES=1 NPUS_PER_NODE="${NPUS_PER_NODE:-8}" RAY_OBJECT_STORE="${RAY_OBJECT_STORE:-300000000}"
+# smoke_environment: export it. Called with SMOKE=1.
+smoke_environment() {
+    # One thread each: a tiny model gains nothing from more. Compiling it takes longer than running it.
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"
+    # No hub, no telemetry, no colours in logs.
+    export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 RAY_COLOR_PREFIX=0 NO_COLOR=1
+    export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
+    # Collectives and vLLM's sockets stay on this machine.
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" VLLM_HOST_IP="${VLLM_HOST_IP:-127.0.0.1}"
+    # The dies of the largest rehearsal, as resources of Ray; a rehearsal takes as many as its parallel sizes need.
+    export NNODES=1 NPUS_PER_NODE="${NPUS_PER_NODE:-8}" RAY_OBJECT_STORE="${RAY_OBJECT_STORE:-300000000}"
 
-if ! importable torch_npu; then
-    export SOFTWARE_NPU_COUNT="$NPUS_PER_NODE" SOFTWARE_NPU_CHIP="${SOFTWARE_NPU_CHIP:-ascend910_9391}"
-    # vllm-ascend's compiled part is the software NPU's too, for whichever chip that is.
-    export SOFTWARE_NPU_VLLM_ASCEND="${SOFTWARE_NPU_VLLM_ASCEND:-1}"
-    SOFTWARE_NPU_WHEELS="$(python "$ROOT/patches/npu_wheels.py")" || die "the rehearsal needs the pinned torch_npu's schemas"
-    python -m software_npu.build >/dev/null || die "the rehearsal needs the software NPU"
-    export SOFTWARE_NPU_WHEELS
-    export PYTHONPATH="$ROOT/software_npu/site:$ROOT/frameworks/vllm_ascend${PYTHONPATH:+:$PYTHONPATH}"
-    export PATH="$ROOT/software_npu/node/bin:$PATH" ASCEND_HOME_PATH="$ROOT/software_npu/node/cann"
-    export ATB_HOME_PATH="$ROOT/software_npu/node/atb"
-fi
+    if ! importable torch_npu; then
+        export SOFTWARE_NPU_COUNT="$NPUS_PER_NODE" SOFTWARE_NPU_CHIP="${SOFTWARE_NPU_CHIP:-ascend910_9391}"
+        # vllm-ascend's compiled part is the software NPU's too, for whichever chip that is.
+        export SOFTWARE_NPU_VLLM_ASCEND="${SOFTWARE_NPU_VLLM_ASCEND:-1}"
+        SOFTWARE_NPU_WHEELS="$(python "$ROOT/patches/npu_wheels.py")" || die "the rehearsal needs the pinned torch_npu's schemas"
+        python -m software_npu.build >/dev/null || die "the rehearsal needs the software NPU"
+        export SOFTWARE_NPU_WHEELS
+        export PYTHONPATH="$ROOT/software_npu/site:$ROOT/frameworks/vllm_ascend${PYTHONPATH:+:$PYTHONPATH}"
+        export PATH="$ROOT/software_npu/node/bin:$PATH" ASCEND_HOME_PATH="$ROOT/software_npu/node/cann"
+        export ATB_HOME_PATH="$ROOT/software_npu/node/atb"
+    fi
+}

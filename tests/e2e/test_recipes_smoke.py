@@ -1,7 +1,7 @@
 """Recipes of large models, each on its own path, rehearsed for two steps on the software NPU by SMOKE=1.
 
-One recipe of each code path; tests/test_recipes.py lists how the others differ from these. Without ALL_RECIPES=1 two
-stand for all: FSDP2 in float32, whose rollout must agree with its trainer, and the largest.
+One recipe of each code path; tests/test_recipes.py lists how the others differ from these. Without
+ALL_RECIPES=1 two stand for all: FSDP2 in float32, whose rollout must agree with its trainer, and the largest.
 """
 
 from __future__ import annotations
