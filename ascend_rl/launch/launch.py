@@ -305,8 +305,8 @@ def launch(plan: Plan) -> int:
             if code:
                 keep_ray_logs(plan, directory)
     if switched_on("SMOKE") and not code:
-        told = [sys.executable, "-m", "ascend_rl.rehearsal", plan.script, str(plan.output_dir)]
-        code = subprocess.run(told).returncode
+        told = [plan.script, str(plan.output_dir), "--environment", plan.env_script or ""]
+        code = subprocess.run([sys.executable, "-m", "ascend_rl.rehearsal", *told]).returncode
     return code
 
 

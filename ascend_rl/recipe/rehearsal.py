@@ -1,6 +1,6 @@
 """Report a rehearsal: what it replaced in the recipe, what ran how often, memory, rollout against trainer.
 
-    python -m ascend_rl.rehearsal internal/train_gspo_qwen3_32b_64die_true_weight.sh outputs/gspo_qwen3_...
+    python -m ascend_rl.rehearsal internal/train_X.sh outputs/X --environment internal/qwen3_32b_env.sh
 
 ray_start_npu.sh runs it at the end of a run with SMOKE=1. It counts what the processes recorded on the
 software NPU (OUTPUT_DIR/record, one file for each process): calls of operators, replays of graphs,
@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 from ascend_rl.recipe.report import read_metrics
@@ -26,7 +25,7 @@ from ascend_rl.recipe.report import read_metrics
 SIGNS = (
     ("decode graphs replayed", "graphs", ("replays",)),
     ("attention parameters updated in graphs", "graphs", ("updates",)),
-    ("memory ranges woken after sleep", "woken", ()),
+    ("memory ranges woken after sleep", "woken", ("ranges",)),
     ("attention over the paged cache", "calls", ("npu_fused_infer_attention_score", "_npu_paged_attention")),
     ("flash attention of the trainer", "calls", ("npu_fusion_attention",)),
     ("its backward, in rings", "calls", ("npu_fusion_attention_grad",)),
@@ -66,30 +65,38 @@ def records(directory: Path) -> list[dict]:
     return [json.loads(file.read_text()) for file in sorted(directory.glob("[0-9]*.json"))]
 
 
-def count(found: Iterable[dict]) -> dict[str, int]:
-    """How often each sign was seen, over all processes."""
-    totals: dict[str, Counter] = {"graphs": Counter(), "calls": Counter(), "collectives": Counter()}
-    woken = 0
+def kind(record: dict) -> str:
+    """What a process is: "rollout" (vLLM's workers and engine cores), or "trainer"."""
+    return "rollout" if "VLLM" in record["process"] else "trainer"
+
+
+def count(found: list[dict]) -> dict[str, dict[str, int]]:
+    """How often each sign was seen, over all processes of each kind."""
+    totals: dict[str, Counter] = {}
     for record in found:
-        woken += record["woken"]
-        for part, total in totals.items():
-            total.update(record[part])
+        seen = totals.setdefault(kind(record), Counter())
+        for part in ("graphs", "calls", "collectives"):
+            seen.update({(part, name): times for name, times in record[part].items()})
+        seen["woken", "ranges"] += record["woken"]
     return {
-        what: sum(totals[part][name] for name in names) if names else woken for what, part, names in SIGNS
+        what: {of: sum(seen[part, name] for name in names) for of, seen in sorted(totals.items())}
+        for what, part, names in SIGNS
     }
 
 
-def peaks(found: Iterable[dict]) -> dict[str, float]:
-    """Largest peak of a process, MB, by what the process is: "trainer", "rollout"."""
+def peaks(found: list[dict]) -> dict[str, float]:
+    """Largest peak of a process, MB, by what the process is."""
     most: dict[str, float] = {}
     for record in found:
-        kind = "rollout" if "VLLM" in record["process"] else "trainer"
-        most[kind] = max(most.get(kind, 0.0), *(peak / 1e6 for peak in record["peak_bytes"].values()), 0.0)
+        own = max(record["peak_bytes"].values(), default=0) / 1e6
+        most[kind(record)] = max(most.get(kind(record), 0.0), own)
     return most
 
 
-def arguments(script: str, smoke: bool) -> dict[str, str]:
-    """A recipe's Hydra overrides, the last of each key; "" for one that was removed.
+def arguments(script: str, environment_script: str, smoke: bool) -> dict[str, str]:
+    """A recipe's Hydra overrides after an environment script ("": none), the last of each key.
+
+    A key that was removed has the value "".
 
     Raises:
         SystemExit: the recipe refuses a dry run.
@@ -97,7 +104,8 @@ def arguments(script: str, smoke: bool) -> dict[str, str]:
     environment = os.environ | {"DRY_RUN": "1", "SMOKE": str(int(smoke))}
     for name in ("NNODES", "NPUS_PER_NODE"):
         environment.pop(name, None)
-    ran = subprocess.run(["bash", script], env=environment, text=True, capture_output=True)
+    command = ["bash", "-c", '[ -z "$1" ] || . "$1"; exec bash "$0"', script, environment_script]
+    ran = subprocess.run(command, env=environment, text=True, capture_output=True)
     if ran.returncode:
         sys.exit(f"{script}: {ran.stderr.strip()}")
     found: dict[str, str] = {}
@@ -107,9 +115,9 @@ def arguments(script: str, smoke: bool) -> dict[str, str]:
     return found
 
 
-def replaced(script: str) -> list[tuple[str, str, str]]:
+def replaced(script: str, environment_script: str) -> list[tuple[str, str, str]]:
     """(key, value of the recipe, value of the rehearsal) of what SMOKE=1 changes."""
-    recipe, rehearsal = arguments(script, False), arguments(script, True)
+    recipe, rehearsal = (arguments(script, environment_script, smoke) for smoke in (False, True))
     return [
         (key, recipe.get(key, "default"), rehearsal.get(key) or "left out")
         for key in rehearsal
@@ -119,26 +127,28 @@ def replaced(script: str) -> list[tuple[str, str, str]]:
 
 def show(script: str, report: dict) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    console = Console(soft_wrap=False)
-    table = Table(
-        "replaced", "recipe", "rehearsal", title=f"{Path(script).name}: sizes", title_justify="left"
-    )
+    def table(title: str, *columns: str) -> Table:
+        folded = [Column(columns[0], overflow="fold"), *(Column(c, overflow="fold") for c in columns[1:])]
+        return Table(*folded, title=title, title_justify="left")
+
+    console = Console()
+    sizes = table(f"{Path(script).name}: what was replaced", "key", "recipe", "rehearsal")
     for key, before, after in report["replaced"]:
-        table.add_row(key.removeprefix("actor_rollout_ref."), before[-40:], after[-40:])
-    console.print(table)
+        sizes.add_row(key.removeprefix("actor_rollout_ref."), Path(before).name, Path(after).name)
+    console.print(sizes)
     if report["counts"]:
-        table = Table("on the software NPU", "times", title="what ran", title_justify="left")
+        kinds = list(report["peak_mb"])
+        ran = table("what ran", "on the software NPU", *(f"times in the {of}" for of in kinds))
         for what, times in report["counts"].items():
-            table.add_row(what, f"{times:,}" if times else "never")
-        for kind, megabytes in report["peak_mb"].items():
-            table.add_row(f"peak memory of a {kind} process", f"{megabytes:.1f} MB")
-        console.print(table)
-    table = Table("metric of the last step", "", title="what the features tell", title_justify="left")
+            ran.add_row(what, *(f"{times[of]:,}" if times[of] else "never" for of in kinds))
+        ran.add_row("peak memory of a process", *(f"{report['peak_mb'][of]:.1f} MB" for of in kinds))
+        console.print(ran)
+    told = table("what the features tell", "metric of the last step", "")
     for key, value in report["metrics"].items():
-        table.add_row(key, f"{value:.3g}" if isinstance(value, float) else str(value))
-    console.print(table)
+        told.add_row(key, f"{value:.3g}" if isinstance(value, float) else str(value))
+    console.print(told)
 
 
 def main() -> None:
@@ -149,12 +159,13 @@ def main() -> None:
     )
     parser.add_argument("script", help="the training script that was rehearsed")
     parser.add_argument("output_dir", type=Path, help="its OUTPUT_DIR")
+    parser.add_argument("--environment", default="", help="its environment script")
     options = parser.parse_args()
     rows = read_metrics(options.output_dir / "metrics.jsonl")
     found = records(options.output_dir / "record")
     last = rows[-1]
     report = {
-        "replaced": replaced(options.script),
+        "replaced": replaced(options.script, options.environment),
         "counts": count(found) if found else {},
         "peak_mb": peaks(found),
         "metrics": {key: last[key] for key in last if key.startswith((PROBS_DIFF, *METRICS))},

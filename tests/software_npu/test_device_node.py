@@ -1,0 +1,101 @@
+"""What surrounds the device: npu-smi, CANN's version, vllm-ascend's build info, the record of a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from device_job import ROOT, SITE, on_npu
+from wheels import CHIPS, wheels_file
+
+from ascend_rl.host import npu_tools
+
+NODE = ROOT / "software_npu/node"
+
+
+def node(chip: str, count: int) -> dict[str, str]:
+    return os.environ | {
+        "PATH": f"{NODE}/bin:{os.environ['PATH']}",
+        "SOFTWARE_NPU_CHIP": chip,
+        "SOFTWARE_NPU_COUNT": str(count),
+        "ASCEND_HOME_PATH": f"{NODE}/cann",
+        "SOFTWARE_NPU_WHEELS": str(wheels_file()),
+        "PYTHONPATH": f"{SITE}:{ROOT}/frameworks/vllm_ascend",
+    }
+
+
+def run(program: str, **environment: str) -> str:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, text=True, capture_output=True, check=True).stdout
+
+
+@pytest.mark.parametrize(("series", "npus"), [("A3", 2), ("A2", 3)])
+def test_npu_smi_shows_the_dies(series, npus):
+    """As the launcher and preflight read it; two dies make an NPU of an A3."""
+    environment = node(CHIPS[series], 3)
+    dies, processes = npu_tools.parse_npu_smi(npu_tools.run(["npu-smi", "info"], environment))
+    assert [die.index for die in dies] == [0, 1, 2] and not processes
+    assert len({die.npu for die in dies}) == npus
+    assert npu_tools.series(npu_tools.chip_name(environment)) == series
+    listed = npu_tools.run(["npu-smi", "info", "-l"], environment)
+    assert int(npu_tools.parse_fields(listed)[0]["Total Count"]) == npus
+
+
+def test_verl_asks_it_whether_memory_can_be_shared():
+    asked = "from verl.utils.device import is_support_ipc; print(is_support_ipc())"
+    assert run(asked, **node(CHIPS["A3"], 4)).splitlines()[-1] == "False"
+
+
+def test_an_npu_that_is_not_there_is_an_error():
+    with pytest.raises(npu_tools.ToolError, match="no NPU 1"):
+        npu_tools.run(["npu-smi", "info", "-t", "board", "-i", "1"], node(CHIPS["A3"], 2))
+
+
+@pytest.mark.parametrize("series", CHIPS)
+def test_vllm_ascend_is_compiled_for_the_chip_only_where_that_is_asked_for(series):
+    asked = "import torch; from vllm_ascend._build_info import __device_type__ as series; print(series)"
+    own = npu_tools.built_for(ROOT / "frameworks/vllm_ascend/vllm_ascend")
+    environment = node(CHIPS[series], 2)
+    assert run(asked, **environment, SOFTWARE_NPU_VLLM_ASCEND="1").split()[-1] == series
+    if own:
+        assert run(asked, **environment).split()[-1] == own
+
+
+def test_a_process_records_what_it_did(tmp_path):
+    program = """
+import time, torch, torch_npu
+torch_npu.npu_swiglu(torch.ones(4, 4, device="npu:1"))
+time.sleep(3)
+"""
+    run(program, **node(CHIPS["A3"], 2), SOFTWARE_NPU_RECORD=str(tmp_path))
+    (record,) = [json.loads(file.read_text()) for file in tmp_path.glob("[0-9]*.json")]
+    assert record["calls"] == {"npu_swiglu": 1} and "torch_npu.npu_swiglu" in record["process"]
+    assert list(record["peak_bytes"]) == ["1"] and record["woken"] == 0
+
+
+@on_npu(ranks=2)
+def test_products_that_communicate_equal_a_product_and_a_collective(rank):
+    import torch
+    import torch.distributed as dist
+    import torch_npu
+
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 6, 4, generator=generator), torch.randn(2, 4, 5, generator=generator)
+    whole = sum(a[r].double() @ b[r].double() for r in range(2))
+    group = dist.group.WORLD._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
+    x1, x2 = a[rank].npu(), b[rank].npu()
+    reduced = torch_npu.npu_mm_all_reduce_base(x1, x2, group)
+    torch.testing.assert_close(reduced.cpu().double(), whole, atol=1e-5, rtol=1e-5)
+    scattered = torch_npu.npu_mm_reduce_scatter_base(x1, x2, group, 2)
+    torch.testing.assert_close(scattered.cpu().double(), whole.chunk(2)[rank], atol=1e-5, rtol=1e-5)
+    product, rows = torch_npu.npu_all_gather_base_mm(x1, x2, group, 2)
+    assert torch.equal(rows.cpu(), torch.cat([a[0], a[1]]))
+    expected = torch.cat([a[0], a[1]]).double() @ b[rank].double()
+    torch.testing.assert_close(product.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(KeyError, match="HCCL has no group"):
+        torch_npu.npu_mm_all_reduce_base(x1, x2, "none")
+    with pytest.raises(RuntimeError, match="offset"):
+        torch_npu.npu_prefetch(x1, None, 10, offset=10**6)
