@@ -17,8 +17,7 @@ Cost: one all-reduce of four integers per mini-batch.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,13 +84,6 @@ def prepare(
     all_count = actor["policy_loss"].get("loss_mode") in COUNTS_EMPTY
     actor["global_batch_info"].update(info | {"global_batch_size": responses} if all_count else info)
     return info
-
-
-def aggregation(info: Mapping[str, int]) -> Callable[..., torch.Tensor]:
-    """verl's ``agg_loss`` with what `prepare` returned."""
-    from verl.trainer.ppo.core_algos import agg_loss
-
-    return functools.partial(agg_loss, **info)
 
 
 def scale(actor: Mapping[str, Any], upstream: float, micro_batches: int) -> float:
