@@ -124,6 +124,7 @@ OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("parallel.layers", "megatron", f"+{TRANSFORMER}.pipeline_num_transformer_layers=[[23],[24]]"),
     ("parallel.layers", "megatron", f"{MEGATRON}.pipeline_model_parallel_size=5"),
     ("train.mindspeed_values", "megatron", f"+{TRANSFORMER}.use_fused_rotary_pos_emb=True"),
+    ("rollout.routing_replay", "megatron", f"{ROLLOUT}.enable_rollout_routing_replay=True"),
     ("train.mindspeed_values", "megatron", f"+{TRANSFORMER}.pipeline_num_transformer_layers=[[24],[24]]"),
     ("parallel.rollout_world", "megatron", f"{ROLLOUT}.data_parallel_size=3"),
     ("parallel.rollout_node", "megatron", f"{ROLLOUT}.tensor_model_parallel_size=16"),

@@ -46,7 +46,7 @@ def problems(config: Any) -> list[tuple[str, str]]:
         (actor.get("use_rollout_log_probs"), "actor_rollout_ref.actor.use_rollout_log_probs",
          "True takes the rollout's log-probs for old ones; leave recompute_old_log_prob at True"),
         (actor.get("router_replay", {}).get("mode") == "R2", "actor_rollout_ref.actor.router_replay.mode",
-         "R2 records the routing in the pass that is left out; use R3, or disabled"),
+         "R2 records the routing in the pass that is left out; use disabled"),
         (config.trainer.get("use_legacy_worker_impl") == "disable", "trainer.use_legacy_worker_impl",
          "disable: engine workers always compute old log-probs; use auto"),
     ]  # fmt: skip

@@ -622,6 +622,19 @@ def _(s):
         yield from old_log_prob.problems(OmegaConf.create(s.config))
 
 
+@rule(
+    "rollout.routing_replay",
+    "error",
+    "the rollout's routing is replayed only by an engine that returns it",
+    why="verl passes vLLM enable_return_routed_experts, which 0.13.0 does not know: no server starts",
+    fix="enable_rollout_routing_replay=False and actor.router_replay.mode=disabled (or R2)",
+)
+def _(s):
+    key = f"{ROLLOUT}.enable_rollout_routing_replay"
+    if s.get(f"{ROLLOUT}.name") == "vllm" and s.get(key):
+        yield key, "True, with vLLM 0.13.0"
+
+
 def _substring_tests(source: str) -> Iterator[int]:
     """Lines of `truth in answer` where both sides are plain strings by their names."""
     for node in ast.walk(ast.parse(source)):
