@@ -65,10 +65,10 @@ def sleep_and_generate(path: str, other: str, prompts: list[list[int]], parallel
 
 def rollouts(series: str, path: str, *args) -> dict:
     import tempfile
-    from pathlib import Path
 
-    tempfile.tempdir = str(Path(path).parent)  # of the sockets of the weight sync
-    return on_ranks(series, RANKS, sleep_and_generate, path, *args)
+    with tempfile.TemporaryDirectory(prefix="s") as directory:  # its path is short enough for sockets
+        tempfile.tempdir = directory  # of those of the weight sync
+        return on_ranks(series, RANKS, sleep_and_generate, path, *args)
 
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "data_parallel_size"])
