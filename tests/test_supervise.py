@@ -585,3 +585,24 @@ def test_shared_memory_that_the_run_never_used_is_kept(runner, shm_file):
     shm_file.write_bytes(b"a file of somebody else, open nowhere")
     assert runner.finish(process).returncode == 0
     assert shm_file.exists()
+
+
+def test_shared_memory_that_is_used_only_after_it_was_seen_belongs_to_the_run(shm_file):
+    """A file may be found before the process that made it is known: it is looked at again, not for ever."""
+    from ascend_rl.launch.supervise import SharedMemory
+
+    watcher = SharedMemory()
+    first, second, me = shm_file, shm_file.with_name(f"{shm_file.name}-2"), [os.getpid()]
+    for file in (first, second):
+        file.write_bytes(b"")
+    watcher.watch([])
+    with first.open("rb"):
+        watcher.watch(me)
+    for _ in range(SharedMemory.LOOKS):
+        watcher.watch([])
+    with second.open("rb"):
+        watcher.watch(me)
+    watcher.remove_orphans()
+    kept = second.exists()
+    second.unlink(missing_ok=True)
+    assert kept and not first.exists()

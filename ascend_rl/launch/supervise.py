@@ -140,14 +140,20 @@ def send(number: signal.Signals, pids: Iterable[int]) -> None:
 class SharedMemory:
     """The files in /dev/shm that appeared during the run and that its processes were seen to use."""
 
+    LOOKS = 10  # a file may be there before the process that made it is known, or has mapped it
+
     def __init__(self):
         self.seen, self.ours = set(os.listdir(SHM)), set()
+        self.unsure: dict[str, int] = {}  # new files that nobody was seen to use: how often to look again
 
     def watch(self, pids: Iterable[int]) -> None:
-        """Check who uses the files that are new since the last call; cheap if there are none."""
+        """Check who uses the files that are new since the last calls; cheap if there are none."""
         present = set(os.listdir(SHM))
-        if new := present - self.seen:
-            self.ours |= new & self.used_by(pids)
+        self.unsure |= dict.fromkeys(present - self.seen, self.LOOKS)
+        if self.unsure:
+            self.ours |= self.unsure.keys() & self.used_by(pids)
+        left = {name: looks - 1 for name, looks in self.unsure.items() if name in present - self.ours}
+        self.unsure = {name: looks for name, looks in left.items() if looks}
         self.seen = present
 
     def used_by(self, pids: Iterable[int]) -> set[str]:
@@ -157,7 +163,9 @@ class SharedMemory:
             with contextlib.suppress(OSError):
                 maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
                 paths |= {line.split(maxsplit=5)[-1] for line in maps if f"{SHM}/" in line}
-                paths |= {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+                for link in Path(f"/proc/{pid}/fd").iterdir():
+                    with contextlib.suppress(OSError):  # closed meanwhile
+                        paths.add(os.readlink(link))
         return {Path(path).name for path in paths if Path(path).parent == SHM}
 
     def remove_orphans(self) -> None:
