@@ -236,7 +236,7 @@ smoke() {
         actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=128
         actor_rollout_ref.rollout.max_model_len=64
         actor_rollout_ref.rollout.max_num_seqs=32
-        actor_rollout_ref.rollout.max_num_batched_tokens=256
+        actor_rollout_ref.rollout.max_num_batched_tokens=1024   # FlashComm1 is for more than 1000
         "actor_rollout_ref.rollout.cudagraph_capture_sizes=[4,8,16,32]"
         actor_rollout_ref.rollout.agent.num_workers=1
         actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16
