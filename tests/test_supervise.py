@@ -606,3 +606,21 @@ def test_shared_memory_that_is_used_only_after_it_was_seen_belongs_to_the_run(sh
     kept = second.exists()
     second.unlink(missing_ok=True)
     assert kept and not first.exists()
+
+
+def test_a_semaphore_of_a_killed_process_is_removed(runner, tmp_path):
+    """Python's, of a process that was started, not forked; what would remove it is killed too."""
+    before, ready = set(os.listdir("/dev/shm")), tmp_path / "ready"
+    program = """
+import multiprocessing, os, pathlib, sys, time
+from multiprocessing.resource_tracker import _resource_tracker
+lock = multiprocessing.get_context("spawn").Lock()
+os.kill(_resource_tracker._pid, 9)
+pathlib.Path(sys.argv[1]).write_text(lock._semlock.name)
+time.sleep(3)
+"""
+    kill = "pkill -KILL -P $$; kill -9 $$"
+    process = runner.start("bash", "-c", f'{sys.executable} -c "$0" "$1" & sleep 2; {kill}', program, ready)
+    runner.finish(process)
+    assert f"sem.{ready.read_text()[1:]}" not in os.listdir("/dev/shm")
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("sem.mp-")}

@@ -157,16 +157,20 @@ class SharedMemory:
         self.seen = present
 
     def used_by(self, pids: Iterable[int]) -> set[str]:
-        """Names of the files that these processes have mapped or open."""
-        paths = set()
+        """Names of the files that these processes have mapped or open.
+
+        Mapped ones by inode: glibc maps a semaphore under another name before it gets its own.
+        """
+        paths, inodes = set(), set()
         for pid in pids:
             with contextlib.suppress(OSError):
                 maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-                paths |= {line.split(maxsplit=5)[-1] for line in maps if f"{SHM}/" in line}
+                inodes |= {int(line.split(maxsplit=5)[4]) for line in maps if f"{SHM}/" in line}
                 for link in Path(f"/proc/{pid}/fd").iterdir():
                     with contextlib.suppress(OSError):  # closed meanwhile
                         paths.add(os.readlink(link))
-        return {Path(path).name for path in paths if Path(path).parent == SHM}
+        mapped = {entry.name for entry in os.scandir(SHM) if entry.inode() in inodes}
+        return mapped | {Path(path).name for path in paths if Path(path).parent == SHM}
 
     def remove_orphans(self) -> None:
         for name in self.ours - self.used_by(processes()):
