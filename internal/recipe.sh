@@ -177,7 +177,7 @@ setting() {
     echo "$value"
 }
 
-# split_in_two KEY...: 2 for each of these parallel sizes that the recipe has at 2 or more, else 1; their product multiplies SMOKE_DIES.
+# split_in_two KEY...: 2 for each of these parallel sizes that the recipe has at 2 or more, else 1; multiplies SMOKE_DIES.
 split_in_two() {
     local key value
     for key in "$@"; do
@@ -189,7 +189,7 @@ split_in_two() {
 
 # smoke dense|moe fsdp|megatron: with SMOKE=1, rehearse the recipe on a tiny model: append overrides that replace sizes. All
 # else stays: device npu, graphs, sleep, offload, MindSpeed's options, loss, sampling, reward. Parallel sizes above 1 become
-# 2. Call it last. What was replaced is printed at the start of the run (python -m ascend_rl.rehearsal).
+# 2. Call it last. What was replaced is printed at the end of the run (python -m ascend_rl.rehearsal).
 smoke() {
     smoking || return 0
     local data="$ROOT/data/tiny" t=actor_rollout_ref.actor.megatron.override_transformer_config
@@ -201,7 +201,7 @@ smoke() {
 
     SMOKE_DIES=1 SMOKE_SIZES=()
     if [ "$2" = megatron ]; then
-        split_in_two actor_rollout_ref.actor.megatron.{tensor,pipeline}_model_parallel_size actor_rollout_ref.actor.megatron.context_parallel_size
+        split_in_two actor_rollout_ref.actor.megatron.{tensor_model,pipeline_model,context}_parallel_size
     else
         split_in_two actor_rollout_ref.actor.ulysses_sequence_parallel_size
     fi
@@ -210,9 +210,11 @@ smoke() {
     gen_tp="$(setting actor_rollout_ref.rollout.tensor_model_parallel_size)"
     if [ "$(setting actor_rollout_ref.rollout.expert_parallel_size)" ]; then
         gen_tp=2 gen_dp=$((SMOKE_DIES / 2))
-        SMOKE_SIZES+=(actor_rollout_ref.rollout.expert_parallel_size="$SMOKE_DIES")
         stages="$(setting actor_rollout_ref.actor.megatron.pipeline_model_parallel_size)"
-        SMOKE_SIZES+=(actor_rollout_ref.actor.megatron.expert_model_parallel_size=$((stages > 1 ? SMOKE_DIES / 2 : SMOKE_DIES)))
+        SMOKE_SIZES+=(
+            actor_rollout_ref.rollout.expert_parallel_size="$SMOKE_DIES"
+            actor_rollout_ref.actor.megatron.expert_model_parallel_size=$((stages > 1 ? SMOKE_DIES / 2 : SMOKE_DIES))
+        )
     elif [ "${gen_tp:-1}" -gt 1 ]; then
         gen_tp=$((SMOKE_DIES > 2 ? SMOKE_DIES / 2 : 2))
     fi
@@ -259,7 +261,8 @@ smoke() {
         # Of two stages Megatron takes one number only.
         "+$t.num_layers_in_"*) argument="${argument#+}"; SMOKE_SIZES+=("~${argument%%=*}") ;;
         "+$t.pipeline_num_transformer_layers="*) SMOKE_SIZES+=("$t.pipeline_num_transformer_layers='[[1],[1]]'") ;;
-        actor_rollout_ref.actor.optim.lr_warmup_steps=*) SMOKE_SIZES+=(actor_rollout_ref.actor.optim.lr_warmup_steps=1) ;;   # shorter than the run
+        actor_rollout_ref.actor.optim.lr_warmup_steps=*)   # shorter than the run
+            SMOKE_SIZES+=(actor_rollout_ref.actor.optim.lr_warmup_steps=1) ;;
         +reward.reward_kwargs.max_resp_len=*)
             SMOKE_SIZES+=(reward.reward_kwargs.max_resp_len=16 reward.reward_kwargs.overlong_buffer_cfg.len=8) ;;
         esac

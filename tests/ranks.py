@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 from datetime import timedelta
 from pathlib import Path
 
 from warm import PATIENCE_S, Warm
+
+from ascend_rl.launch.launch_plan import free_port
 
 STUBS = Path(__file__).resolve().parent / "stubs"
 SITE = STUBS.parents[1] / "software_npu/site"
@@ -67,8 +68,6 @@ def run_ranks(world: int, function, *args, stubs: tuple[Path, ...] = (), npu: bo
 
         device = {"SOFTWARE_NPU_WHEELS": str(wheels_file()), "ASCEND_HOME_PATH": str(STUBS)}
         os.environ |= device  # of the process that forks, too: it imports torch
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     return warm(os.pathsep.join(map(str, places))).run(
         world,
         in_group,
@@ -78,6 +77,6 @@ def run_ranks(world: int, function, *args, stubs: tuple[Path, ...] = (), npu: bo
         WORLD_SIZE=str(world),
         LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(free_port()),
         **device,
     )

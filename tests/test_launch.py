@@ -6,6 +6,7 @@ tests/test_launcher.py runs the whole launcher on several hosts.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 
 import pytest
@@ -15,6 +16,7 @@ from ascend_rl.launch.launch_plan import (
     NEW_TOKEN,
     SETTINGS,
     choose_addresses,
+    free_port,
     gather_settings,
     make_plan,
     read_cluster_file,
@@ -305,3 +307,13 @@ def test_preflight_comes_first(root, tmp_path):
     assert run.returncode == 1, run.stderr
     assert "clip_ratio" in run.stdout and "SKIP_PREFLIGHT=1 starts anyway" in run.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_port_to_be_served_later_is_none_that_a_connection_may_get_meanwhile():
+    with socket.create_server(("127.0.0.1", 0)) as any_server:
+        ports = {free_port() for _ in range(20)}
+        with socket.create_connection(any_server.getsockname()) as connection:
+            given = connection.getsockname()[1]
+    assert max(ports) < int(open("/proc/sys/net/ipv4/ip_local_port_range").read().split()[0]) <= given
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ascend_rl.recipe import rehearsal
+from ascend_rl.preflight import rehearsal
 
 RECIPE, ENVIRONMENT = "internal/train_grpo_qwen3_235b_128die_true_weight.sh", "internal/qwen3_235b_env.sh"
 NONE = {"graphs": {}, "calls": {}, "collectives": {}, "woken": 0, "peak_bytes": {}}
@@ -36,7 +36,8 @@ def test_the_report_says_what_was_replaced_and_what_never_ran(root, tmp_path, co
     (tmp_path / "record").mkdir()
     for number, record in enumerate(RECORDS):
         (tmp_path / f"record/{number}.json").write_text(json.dumps(record))
-    data = {"critic/rewards/mean": 0.5, "training/rollout_probs_diff_max": 0.01, "hdp/balance": 0.9}
+    told = {"hdp/balance": 0.9, "timing_s/rollout_rebalance/moves": 3.0}  # as verl names what a rollout tells
+    data = {"critic/rewards/mean": 0.5, "training/rollout_probs_diff_max": 0.01} | told
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": data}) + "\n")
     command = [sys.executable, "-m", "ascend_rl.rehearsal", RECIPE, tmp_path, "--environment", ENVIRONMENT]
     # As the launcher leaves the environment.
@@ -46,6 +47,7 @@ def test_the_report_says_what_was_replaced_and_what_never_ran(root, tmp_path, co
     assert max(map(len, ran.stdout.splitlines())) <= columns
     assert "never" in ran.stdout and "hdp/balance" in ran.stdout
     report = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert report["metrics"].items() >= told.items()
     changed = {key: (before, after) for key, before, after in report["replaced"]}
     sizes = "actor_rollout_ref.actor.megatron."
     assert changed[f"{sizes}tensor_model_parallel_size"] == ("4", "2")

@@ -279,7 +279,7 @@ def launch(plan: Plan) -> int:
         log_file(plan).unlink(missing_ok=True)
         if plan.role == "head":
             (plan.output_dir / "metrics.jsonl").unlink(missing_ok=True)
-        if switched_on("SMOKE"):  # what its processes record, see ascend_rl/recipe/rehearsal.py
+        if switched_on("SMOKE"):  # what its processes record, see ascend_rl/preflight/rehearsal.py
             record = plan.output_dir.resolve() / "record"
             shutil.rmtree(record, ignore_errors=True)
             record.mkdir(parents=True)

@@ -12,10 +12,12 @@ A single node (NNODES=1, the default) needs none of this and stays on 127.0.0.1.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import ipaddress
 import json
 import os
+import random
 import secrets
 import shlex
 import socket
@@ -358,9 +360,17 @@ def read_token(environ: Mapping[str, str], file: str, needed: bool = True) -> st
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of 127.0.0.1 for a server to be started, below those the system gives to connections.
+
+    One that the system chose (bound to port 0) may be given to any connection before its server listens.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = list(range(max(first - 10_000, 1024), first))
+    random.SystemRandom().shuffle(ports)
+    for port in ports:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise CannotWork("no TCP port of 127.0.0.1 is free")
 
 
 def make_plan(

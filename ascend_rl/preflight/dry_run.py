@@ -22,7 +22,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -150,12 +150,17 @@ def _execute(
         return "", (), {}, errors
 
 
-def dry_run(train: Path, env_script: Path | None = None, overrides: Sequence[str] = ()) -> Run:
+def dry_run(
+    train: Path,
+    env_script: Path | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> Run:
     """Run the scripts as ray_start_npu.sh would, with nothing started; raises FileNotFoundError."""
     for script in (train, env_script):
         if script is not None and not script.is_file():
             raise FileNotFoundError(f"'{script}' does not exist; give the path of a bash script")
-    variables = dict(os.environ)
+    variables = dict(environ)
     found: list[tuple[str, str]] = []
     while True:
         module, args, env, errors = _execute(train, env_script, overrides, variables, unset=True)
@@ -165,5 +170,5 @@ def dry_run(train: Path, env_script: Path | None = None, overrides: Sequence[str
         found.append((f"{match[1]}:{match[2]}", match[3]))
         variables[match[3]] = ""
     if found or not module:
-        module, args, env, errors = _execute(train, env_script, overrides, dict(os.environ), unset=False)
+        module, args, env, errors = _execute(train, env_script, overrides, dict(environ), unset=False)
     return Run(module, args, env, tuple(found), errors[-2000:])

@@ -15,7 +15,7 @@ from runs import PATIENCE_S, finish, launch, training
 
 pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
 
-# Signs that are counted in each: see ascend_rl/recipe/rehearsal.py.
+# Signs that are counted in each: see ascend_rl/preflight/rehearsal.py.
 ROLLOUT = {"decode graphs replayed", "memory ranges woken after sleep", "attention over the paged cache"}
 MINDSPEED = {"flash attention of the trainer", "sends of pipelines and rings"}
 RINGS = MINDSPEED | {

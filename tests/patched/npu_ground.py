@@ -19,7 +19,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from warm import PATIENCE_S
 from wheels import CHIPS, wheels_file
 
 from ascend_rl.host.npu_tools import built_for
+from ascend_rl.launch.launch_plan import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHT_SYNC = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"  # worker_extension_cls
@@ -198,9 +198,7 @@ def on_ranks(series: str, world: int, function, *args):
     The tree counts as compiled for ``series``, A2 or A3. A rank that fails ends all.
     """
     compiled_for(series)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     first, others = os.getpid(), []
     for rank in range(1, world):
         others.append(os.fork())

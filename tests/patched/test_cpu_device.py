@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from ascend_rl.launch.launch_plan import free_port
+
 
 def test_device_functions():
     from verl.utils import device
@@ -84,12 +86,9 @@ def _fsdp_rank(rank: int, port: int, model_path: str, results) -> None:
 def test_fsdp_on_gloo_equals_one_process(tiny):
     from transformers import AutoModelForCausalLM
 
-    from verl.utils.net_utils import get_free_port
-
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    port, _ = get_free_port("127.0.0.1")
-    processes = mp.spawn(_fsdp_rank, (port, str(tiny / "model"), results), nprocs=2, join=False)
+    processes = mp.spawn(_fsdp_rank, (free_port(), str(tiny / "model"), results), nprocs=2, join=False)
     loss, norm = results.get() if _ends_well(processes) else pytest.fail("a rank failed")
 
     model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)

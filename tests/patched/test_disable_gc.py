@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import queue
@@ -135,21 +136,9 @@ def test_full_collections_keep_to_their_budget(steps, monkeypatch):
     del heap
 
 
-WATCH = '''
-import gc, os, sys
-
-
-class Cycle:
-    alive = 0
-
-    def __init__(self):
-        self.me, self.load = self, [[i] for i in range(40)]
-        Cycle.alive += 1
-
-    def __del__(self):
-        Cycle.alive -= 1
-
-
+WATCH = (
+    f"import gc, os, sys\n{inspect.getsource(Cycle)}"
+    + '''
 class Watch:
     """In a worker process: garbage in each forward, and how often Python collected in a step and between."""
 
@@ -181,6 +170,7 @@ class Watch:
                 "between": self.collected[False], "most": self.most, "frozen": gc.get_freeze_count(),
                 "sam": "ascend_rl.speculation.sam" in sys.modules}
 '''
+)
 RUN = """
 import json, os, sys
 from vllm import LLM, SamplingParams

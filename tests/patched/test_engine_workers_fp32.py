@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from ascend_rl.launch.launch_plan import free_port
+
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 4, 1, 5]]
 
 
@@ -72,11 +74,9 @@ def _rank(rank: int, port: int, path: str, dtypes: list[str], results) -> None:
 
 @pytest.fixture(scope="module")
 def engines(tiny):
-    from verl.utils.net_utils import get_free_port
-
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    arguments = (get_free_port("127.0.0.1")[0], str(tiny / "model"), ["float32", "bfloat16"], results)
+    arguments = (free_port(), str(tiny / "model"), ["float32", "bfloat16"], results)
     processes = mp.spawn(_rank, arguments, nprocs=2, join=False)
     deadline = time.monotonic() + 600
     while not processes.join(timeout=1):

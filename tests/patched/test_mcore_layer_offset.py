@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-import torch.multiprocessing as mp
+from ranks import run_ranks
 
 # (layers, first stage, last stage, MoE pattern) on 4 pipeline stages; 94 layers are Qwen3-235B-A22B's.
 CASES = [
@@ -17,8 +15,8 @@ CASES = [
 ]
 
 
-def _stage(rank: int, port: int, results) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def layers(rank: int) -> list:
+    """Of each case: the MoE layers of this stage, and what it says all stages have."""
     import torch
 
     from megatron.core import parallel_state
@@ -27,11 +25,11 @@ def _stage(rank: int, port: int, results) -> None:
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
     from verl.utils.megatron.router_replay_utils import get_moe_num_layers_to_build, is_moe_layer
 
-    torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
-    for number, (layers, first, last, pattern) in enumerate(CASES):
+    found = []
+    for count, first, last, pattern in CASES:
         config = TransformerConfig(
-            num_layers=layers,
+            num_layers=count,
             hidden_size=8,
             num_attention_heads=2,
             num_moe_experts=4,
@@ -45,26 +43,13 @@ def _stage(rank: int, port: int, results) -> None:
         offset = get_transformer_layer_offset(config)  # megatron-core knows its own stage only
         own = sum(is_moe_layer(config, i) for i in range(offset, offset + get_num_layers_to_build(config)))
         assert get_moe_num_layers_to_build(config) == own
-        results.put(
-            (number, rank, own, [get_moe_num_layers_to_build(config, None, stage) for stage in range(4)])
-        )
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+        found.append((own, [get_moe_num_layers_to_build(config, None, stage) for stage in range(4)]))
+    return found
 
 
 def test_every_stage_counts_what_megatron_places():
-    from verl.utils.net_utils import get_free_port
-
-    results = mp.get_context("spawn").SimpleQueue()
-    port, _ = get_free_port("127.0.0.1")
-    mp.spawn(_stage, (port, results), nprocs=4)
-    counts: dict[int, dict] = {number: {} for number in range(len(CASES))}
-    views: dict[int, list] = {number: [] for number in range(len(CASES))}
-    for _ in range(4 * len(CASES)):
-        number, rank, own, all_stages = results.get()
-        counts[number][rank] = own
-        views[number].append(all_stages)
-    for number in range(len(CASES)):
-        expected = [counts[number][stage] for stage in range(4)]
-        assert views[number] == [expected] * 4, CASES[number]
-    assert sum(counts[2].values()) == 94
+    by_case = list(zip(*run_ranks(4, layers), strict=True))
+    for case, stages in zip(CASES, by_case, strict=True):
+        own = [count for count, _ in stages]
+        assert [view for _, view in stages] == [own] * 4, case
+    assert sum(own for own, _ in by_case[2]) == 94

@@ -16,12 +16,13 @@ import functools
 import importlib
 import inspect
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 
 from warm import PATIENCE_S, Warm
 from wheels import wheels_file
+
+from ascend_rl.launch.launch_plan import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "software_npu/site"
@@ -58,8 +59,7 @@ def on_npu(ranks: int = 0, **environment: str):
         def test(*args, **fixtures):
             place = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks)}
             if ranks:
-                with socket.create_server(("127.0.0.1", 0)) as free:
-                    place["MASTER_PORT"] = str(free.getsockname()[1])
+                place["MASTER_PORT"] = str(free_port())
             job = (function.__module__, function.__name__, ranks, (*args, *fixtures.values()))
             return process().run(ranks or 1, body, *job, **environment | (place if ranks else {}))[0] and None
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+from ascend_rl.preflight.dry_run import dry_run
 from ascend_rl.recipe.report import read_metrics
 
 # What counts as a sign of a feature: (what it is, where it is counted, names).
@@ -48,14 +48,11 @@ SIGNS = (
 )
 # Metrics by which features tell what they did.
 METRICS = (
-    "dapo/",
-    "eplb/",
-    "hdp/",
-    "sam/",
-    "spec_decode/",
-    "rollout_rebalance/",
     "actor/gspo/",
-    "data_rebalance/",
+    "dapo/",
+    "hdp/",
+    "timing_s/data_rebalance/",
+    "timing_s/rollout_rebalance/",
 )
 PROBS_DIFF = "training/rollout_probs_diff_"
 
@@ -101,15 +98,14 @@ def arguments(script: str, environment_script: str, smoke: bool) -> dict[str, st
     Raises:
         SystemExit: the recipe refuses a dry run.
     """
-    environment = os.environ | {"DRY_RUN": "1", "SMOKE": str(int(smoke))}
+    environ = os.environ | {"SMOKE": str(int(smoke))}
     for name in ("NNODES", "NPUS_PER_NODE"):
-        environment.pop(name, None)
-    command = ["bash", "-c", '[ -z "$1" ] || . "$1"; exec bash "$0"', script, environment_script]
-    ran = subprocess.run(command, env=environment, text=True, capture_output=True)
-    if ran.returncode:
-        sys.exit(f"{script}: {ran.stderr.strip()}")
+        environ.pop(name, None)
+    run = dry_run(Path(script), Path(environment_script) if environment_script else None, environ=environ)
+    if not run.module:
+        sys.exit(f"{script}: {run.errors.strip()}")
     found: dict[str, str] = {}
-    for argument in json.loads(ran.stdout)["args"]:
+    for argument in run.args:
         key, _, value = argument.partition("=")
         found[key.lstrip("+~")] = "" if key.startswith("~") else value
     return found
@@ -130,7 +126,7 @@ def show(script: str, report: dict) -> None:
     from rich.table import Column, Table
 
     def table(title: str, *columns: str) -> Table:
-        folded = [Column(columns[0], overflow="fold"), *(Column(c, overflow="fold") for c in columns[1:])]
+        folded = (Column(column, overflow="fold") for column in columns)
         return Table(*folded, title=title, title_justify="left")
 
     console = Console()
