@@ -49,5 +49,6 @@ use_python() {
 train() {
     [ "${DRY_RUN:-0}" != 1 ] || exec python3 -c \
         'import json, os, sys; print(json.dumps({"module": sys.argv[1], "args": sys.argv[2:], "env": dict(os.environ)}))' "$@"
+    [ -z "${WARM_PYTHON:-}" ] || set -- "$@" "++ray_kwargs.ray_init.runtime_env.py_executable=$WARM_PYTHON"
     exec python -m "$@"
 }

@@ -115,6 +115,8 @@ class Plan:
             "RAY_AUTH_TOKEN": self.token,
             # No idle workers for the driver: actors with variables of their own never use them.
             "RAY_prestart_worker_first_driver": os.environ.get("RAY_prestart_worker_first_driver", "0"),
+            # The launcher ends Ray when the run has ended: nothing is left to wait for.
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }
         if self.nnodes == 1:
             return fixed
