@@ -604,7 +604,7 @@ def test_the_table_shows_everything_as_it_is(capsys):
     ]
     render(findings, Console(width=100))
     shown = capsys.readouterr().out
-    assert shown.index("c.d") < shown.index("a.b") and shown.count("q") == 300
+    assert shown.index("a.b") < shown.index("c.d") and shown.count("q") == 300
     assert "[bold]not markup[/]" in shown
     assert shown.splitlines()[-1] == "1 error, 0 warnings, 1 info"
     assert [finding["check"] for finding in json.loads(as_json(findings))] == ["c.d", "a.b"]

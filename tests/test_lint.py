@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import pytest
 
 from ascend_rl.preflight import lint as linter
-from ascend_rl.preflight import lint_options
+from ascend_rl.preflight import lint_options, pinned
 from ascend_rl.preflight.dry_run import dry_run
 from ascend_rl.preflight.findings import Finding
 from ascend_rl.preflight.lint_engines import piecewise_limit
@@ -91,7 +91,10 @@ def on_base(tmp_path):
 
 @pytest.mark.parametrize("base", BASES)
 def test_the_runs_the_samples_start_from_are_clean(base, on_base):
-    assert checks(linter.lint(on_base(base)), "error", "warning", "info") <= {"rollout.kv_capacity"}
+    assert checks(linter.lint(on_base(base)), "error", "warning", "info") <= {
+        "rollout.kv_capacity",
+        "paths.elsewhere",
+    }
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -127,7 +130,8 @@ OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("rollout.routing_replay", "megatron", f"{ROLLOUT}.enable_rollout_routing_replay=True"),
     ("train.mindspeed_values", "megatron", f"+{TRANSFORMER}.pipeline_num_transformer_layers=[[24],[24]]"),
     ("parallel.rollout_world", "megatron", f"{ROLLOUT}.data_parallel_size=3"),
-    ("parallel.rollout_node", "megatron", f"{ROLLOUT}.tensor_model_parallel_size=16"),
+    ("parallel.rollout_node", "megatron", f"{ROLLOUT}.tensor_model_parallel_size=12"),
+    ("parallel.rollout_across", "megatron", f"{ROLLOUT}.tensor_model_parallel_size=16"),
     ("parallel.rollout_heads", "fsdp", f"{ROLLOUT}.tensor_model_parallel_size=32"),
     ("parallel.rollout_experts", "megatron", f"{ROLLOUT}.expert_parallel_size=8"),
     ("parallel.rollout_pp", "megatron", f"{ROLLOUT}.pipeline_model_parallel_size=2"),
@@ -167,6 +171,30 @@ OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("options.optimizer", "fsdp", f"{ACTOR}.optim.override_optimizer_config={{foreac:False}}"),
     ("algorithm.gspo_on_policy", "fsdp", f"{ACTOR}.ppo_mini_batch_size=512"),
     ("algorithm.clip_range", "megatron", f"{ACTOR}.clip_ratio_low=3e-4"),
+    ("values.name", "megatron", "algorithm.adv_estimator=grpoo"),
+    ("values.name", "megatron", f"{ACTOR}.policy_loss.loss_mode=gsop"),
+    ("values.name", "megatron", f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=low_var"),
+    ("values.name", "megatron", f"{ROLLOUT}.load_format=safetensor"),
+    ("values.name", "megatron", f"{ACTOR}.loss_agg_mode=token_mean"),
+    ("values.name", "megatron", "trainer.logger=[console,tensorbord]"),
+    ("values.engine", "megatron", f"+{TRANSFORMER}.moe_zero_memory=level2"),
+    ("values.engine", "megatron", f"{TRANSFORMER}.recompute_method=uniformly"),
+    ("values.engine", "fsdp", f"{ROLLOUT}.dtype=bf16"),
+    ("values.engine", "fsdp", f"{ACTOR}.optim.optimizer=AdamX"),
+    ("values.type", "megatron", f"{ACTOR}.use_dynamic_bsz=yess"),
+    ("values.type", "megatron", f"{ACTOR}.optim.lr=1e-6x"),
+    ("values.range", "megatron", f"{ROLLOUT}.temperature=0"),
+    ("algorithm.dual_clip", "megatron", f"{ACTOR}.clip_ratio_c=0.9"),
+    ("algorithm.group_of_one", "megatron", f"{ROLLOUT}.n=1"),
+    ("train.resume", "megatron", "trainer.resume_mode=resume_path"),
+    ("train.virtual_pipeline", "megatron", f"{MEGATRON}.virtual_pipeline_model_parallel_size=5"),
+    ("rollout.bucket", "megatron", f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=256"),
+    ("rollout.bucket_full", "fsdp", f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=1000"),
+    ("data.unfiltered", "megatron", "data.truncation=error"),
+    ("rollout.model_len", "megatron", f"data.max_response_length=40000 {ROLLOUT}.max_model_len=42048"),
+    ("env.logger_key", "fsdp", "trainer.device=cpu trainer.logger=[console,wandb]"),
+    ("paths.missing", "fsdp", "trainer.device=cpu"),
+    ("paths.elsewhere", "fsdp", "trainer.save_freq=-1"),
 ]  # fmt: skip
 
 
@@ -178,6 +206,7 @@ def test_overrides_that_spoil_a_run(rule, base, words, on_base):
 VARIABLES = [  # (rule, bash lines)
     ("env.value", "export HCCL_OP_EXPANSION_MODE=aiv"),
     ("env.unread", "export VLLM_ASCEND_ENABLE_DENSE_OPTIMIZE=1"),
+    ("env.port", "export HCCL_IF_BASE_PORT=65530"),
     ("env.device_connections", "export CUDA_DEVICE_MAX_CONNECTIONS=8"),
     ("rollout.eplb", "export VLLM_ENABLE_EPLB=1 ALL_TO_ALL_RESHARD=1"),
     ("rollout.launch_blocking", "export ASCEND_LAUNCH_BLOCKING=1"),
@@ -207,7 +236,8 @@ def test_advice_is_given_where_a_variable_is_missing(on_base):
         ("env.advised", "$ACL_OP_COMPILER_CACHE_MODE"),
         ("rollout.task_queue_eager", "$TASK_QUEUE_ENABLE"),
     } <= advice
-    assert linter.lint(script, None, ["trainer.device=cpu"]) == []
+    found = linter.lint(script, None, ["trainer.device=cpu", "trainer.logger=console"])
+    assert checks(found, "error", "warning", "info") == {"paths.missing"}  # a CPU run takes place here
 
 
 def test_the_planner_is_asked(on_base):
@@ -248,7 +278,7 @@ def test_a_wrong_option_is_named_with_the_nearest(on_base):
 def mindspeed(tmp_path, monkeypatch):
     """A function that makes a MindSpeed of this source; before it is called there is none."""
     monkeypatch.setitem(sys.modules, "mindspeed", None)  # if it is installed
-    monkeypatch.setattr(lint_options, "FRAMEWORKS", tmp_path)
+    monkeypatch.setattr(pinned, "FRAMEWORKS", tmp_path)
     lint_options.mindspeed_options.cache_clear()
 
     def make(source: str) -> None:
@@ -309,6 +339,9 @@ def test_every_rule_is_tried():
         "rollout.memory",
         "rollout.kv_capacity",
         "options.unchecked",
+        "paths.content",  # test_lint_values.py
+        "paths.function",
+        "env.interface",
     }
     for sample in MISTAKES:
         tried |= set(sample.read_text().splitlines()[0].removeprefix("# finds: ").split())
@@ -530,7 +563,7 @@ def test_the_command_fails_on_errors_and_prints_json(tmp_path):
     command = [sys.executable, "-m", "ascend_rl.preflight.lint", sample, "trainer.save_freq=-1", "--json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert [entry["check"] for entry in json.loads(result.stdout)] == ["parallel.world"]
+    assert [entry["check"] for entry in json.loads(result.stdout)] == ["parallel.world", "paths.elsewhere"]
     imported = subprocess.run(
         [sys.executable, "-X", "importtime", *command[1:]],
         cwd=ROOT,
@@ -598,7 +631,7 @@ def test_the_keys_of_the_table_exist():
 def test_the_documents_name_every_rule(name):
     documented = set(
         re.findall(
-            r"`((?:script|config|parallel|batch|rollout|train|algorithm|env|options)\.\w+)`",
+            r"`((?:script|config|values|data|paths|parallel|batch|rollout|train|algorithm|env|options)\.\w+)`",
             (ROOT / name).read_text(encoding="utf-8"),
         )
     )

@@ -58,6 +58,13 @@ PATH=$DRY_RUN_PATH
 set -C
 command_not_found_handle() { "$DRY_RUN_PATH/.record" "$@"; }
 kill() { "$DRY_RUN_PATH/kill" "$@"; }
+ulimit() { builtin ulimit "$@" 2>/dev/null || true; }
+# CANN's set_env.sh, which a machine without NPUs does not have.
+__no_such_toolkit() {
+    local words=()
+    [[ $1 =~ ^(source|\.)[[:space:]]+([^[:space:]\;\&\|]*set_env\.sh[\"\']?)$ ]] || return 1
+    eval "words=(${BASH_REMATCH[2]})" 2>/dev/null && [[ ! -e ${words[0]:-} ]]
+}
 __to_file='^(.*[^[:space:]]) [0-9]*(&>>|&>|>>|>\||>) ?([^[:space:]"'\''&]+|"[^"]*")( [0-9]*>&[0-9-])*$'
 __without_files() {
     __plain=$1
@@ -66,7 +73,9 @@ __without_files() {
     [[ $__plain != "$1" ]]
 }
 trap 'PATH=$DRY_RUN_PATH; set -T; shopt -s extdebug
-      if __without_files "$BASH_COMMAND"; then eval "$__plain"; false; fi' DEBUG
+      if [[ -n ${__errexit:-} ]]; then __errexit=; set -e; fi
+      if __without_files "$BASH_COMMAND"; then eval "$__plain"; false
+      elif [[ $- == *e* ]] && __no_such_toolkit "$BASH_COMMAND"; then __errexit=1; set +e; fi' DEBUG
 """
 
 

@@ -16,14 +16,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
-from ascend_rl.preflight import lint_engines, lint_options, lint_roll, lint_script, lint_sizes  # noqa: F401  (they fill RULES)
+from ascend_rl.preflight import (  # noqa: F401  (they fill RULES)
+    lint_engines,
+    lint_options,
+    lint_roll,
+    lint_script,
+    lint_sizes,
+    lint_values,
+)
 from ascend_rl.preflight.dry_run import Run, dry_run
-from ascend_rl.preflight.findings import Finding, as_json, ordered, render
+from ascend_rl.preflight.findings import READABLE, Finding, as_json, corrections, ordered, render
 from ascend_rl.preflight.lint_setup import RULES, Setup
 from ascend_rl.preflight.verl_config import Resolved, module_file, resolve
 
@@ -57,10 +65,31 @@ def _roll(run: Run) -> list[Finding]:
     return lint_roll.lint(config, int(run.env.get("NPUS_PER_NODE") or 0) or None, run.env)
 
 
+SUPERVISED = re.compile(r"verl\.trainer\.(fsdp_)?sft_trainer(_ray)?\b")
+
+
+def _supervised() -> Finding:
+    """The finding for a script of supervised fine-tuning, which these rules are not about."""
+    return Finding(
+        "info",
+        "script.supervised",
+        "dry run",
+        "the script starts supervised fine-tuning: its configuration is not checked",
+        "read what it prints when it starts",
+    )
+
+
 def lint(
-    train_script: str | Path, env_script: str | Path | None = None, overrides: Sequence[str] = ()
+    train_script: str | Path,
+    env_script: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    here: bool = False,
 ) -> list[Finding]:
-    """All findings, errors first; raises FileNotFoundError for a script that does not exist."""
+    """All findings, errors first; raises FileNotFoundError for a script that does not exist.
+
+    Args:
+        here: the run will take place on this machine, so its paths, keys and interfaces must be on it.
+    """
     train, env = Path(train_script), Path(env_script) if env_script else None
     run = dry_run(train, env, overrides)
     if run.module == "ascend_rl.launch.start_roll":
@@ -68,6 +97,8 @@ def lint(
     scripts = {str(path): path.read_text(errors="replace") for path in (train, env) if path}
     resolved = Resolved({})
     findings: list[Finding] = []
+    if SUPERVISED.fullmatch(run.module) or (not run.module and SUPERVISED.search("".join(scripts.values()))):
+        return [_supervised()]
     if not run.module:
         findings.append(_not_reached(run))
     elif not module_file(run.module).is_file():
@@ -84,16 +115,26 @@ def lint(
         with mock.patch.dict(os.environ, run.env):  # for ${oc.env:...}
             resolved = resolve(run.module, run.args)
         findings += resolved.findings
-    setup = Setup(run, resolved, scripts, extra=len(overrides))
+    setup = Setup(run, resolved, scripts, extra=len(overrides), here=here)
+    unknown = not all(
+        setup.get(f"trainer.{key}") for key in ("nnodes", "n_gpus_per_node")
+    )  # an empty variable
     for rule in RULES:
-        if resolved.config or rule.id.startswith("script."):
+        if rule.id.startswith("script.") or (resolved.config and not (unknown and "parallel." in rule.id)):
             findings += rule(setup)
     return ordered(findings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m ascend_rl.preflight.lint", description=__doc__.splitlines()[0]
+        prog="python -m ascend_rl.preflight.lint",
+        description=__doc__.splitlines()[0],
+        epilog="""Examples:
+  python -m ascend_rl.preflight.lint internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh
+  python -m ascend_rl.preflight.lint TRAIN_SCRIPT ENV_SCRIPT trainer.nnodes=4 --fix
+
+Writes nothing but its findings. Exit status: 0, 1 if there is an error, 2 if the arguments are wrong.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("train", help="training script")
     parser.add_argument(
@@ -103,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="environment script, sourced first; then Hydra overrides, as for ray_start_npu.sh",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON array")
+    parser.add_argument("--fix", action="store_true", help="print corrected overrides and exports to paste")
     given = parser.parse_intermixed_args(arguments)
     env = given.rest.pop(0) if given.rest and "=" not in given.rest[0] else None
     try:
@@ -111,10 +153,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if given.json:
         print(as_json(findings))
+    elif given.fix:
+        print(corrections(findings))
     else:
         from rich.console import Console
 
-        render(findings, Console())
+        render(findings, Console(width=None if sys.stdout.isatty() else READABLE))
     return int(any(finding.severity == "error" for finding in findings))
 
 

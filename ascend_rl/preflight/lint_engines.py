@@ -62,6 +62,8 @@ def _(s):
 def _(s):
     tokens, seqs = s.number(f"{ROLLOUT}.max_num_batched_tokens"), s.number(f"{ROLLOUT}.max_num_seqs")
     longest = s.number(f"{ROLLOUT}.max_model_len", s.sequence)
+    if not s.vllm:
+        return
     if tokens < seqs:
         yield f"{ROLLOUT}.max_num_batched_tokens", f"{tokens}, and max_num_seqs is {seqs}"
     if not s.get(f"{ROLLOUT}.enable_chunked_prefill") and tokens < longest:
@@ -76,7 +78,7 @@ def _(s):
     fix="set rollout.max_model_len to prompt + response, or shorten them",
 )
 def _(s):
-    longest, positions = s.number(f"{ROLLOUT}.max_model_len", 0), s.model.positions if s.model else 0
+    longest, positions = s.number(f"{ROLLOUT}.max_model_len", 0), s.positions
     if longest and longest < s.sequence:
         yield f"{ROLLOUT}.max_model_len", f"{longest}, and prompt + response is {s.sequence}"
     if positions and max(longest, s.sequence) > positions:
@@ -637,7 +639,11 @@ def _(s):
 
 def _substring_tests(source: str) -> Iterator[int]:
     """Lines of `truth in answer` where both sides are plain strings by their names."""
-    for node in ast.walk(ast.parse(source)):
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # paths.function says so
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and any(isinstance(op, ast.In) for op in node.ops):
             left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
             if re.search(r"truth|gold|label|target|expected", left) and re.search(

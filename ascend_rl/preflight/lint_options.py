@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib.util
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ascend_rl.preflight.lint_setup import ROLLOUT, VLLM, Hit, Setup, as_mapping, rule
+from ascend_rl.preflight.pinned import sources
 from ascend_rl.preflight.tuning import table
 from ascend_rl.preflight.verl_config import class_fields
 
-FRAMEWORKS = Path(__file__).resolve().parents[2] / "frameworks"  # of a CPU run, beside what is installed
 VLLM_PARSERS = ("engine/arg_utils.py", "entrypoints/openai/cli_args.py")
 # Without MindSpeed's sources a name is called misspelt from this likeness on: MindSpeed has names that are as
 # close as 0.92 to other ones of Megatron (gemm_gradient_accumulation_fusion).
@@ -29,13 +28,6 @@ MISSPELT = 0.93
 
 
 # What exists.
-
-
-def sources(package: str, *patterns: str) -> tuple[Path, ...]:
-    """Files of a package that can be imported (it is not), else of frameworks/; empty if it is absent."""
-    spec = importlib.util.find_spec(package)
-    roots = map(Path, spec.submodule_search_locations or ()) if spec else [FRAMEWORKS / package / package]
-    return tuple(file for root in roots for pattern in patterns for file in sorted(root.glob(pattern)))
 
 
 @cache

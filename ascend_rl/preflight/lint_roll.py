@@ -541,7 +541,16 @@ def unknown_keys(config: Mapping, kind: type, where: str = "", known: set[str] =
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m ascend_rl.preflight.lint_roll",
+        description=__doc__.splitlines()[0],
+        epilog="""Examples:
+  python -m ascend_rl.preflight.lint_roll agentic_frozen_lake_qwen2_5_0_5b
+  python -m ascend_rl.preflight.lint_roll rlvr_qwen3_8b resources=2x8 --json
+
+Writes nothing but its findings.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("config", help=f"one of {', '.join(p.stem for p in sorted(CONF.glob('*_*.yaml')))}")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. resources=2x8")
     parser.add_argument("--npus-per-node", type=int, help="what a node shows (default: not checked)")

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ascend_rl.preflight.lint_setup import Setup, rule
+from ascend_rl.preflight.pinned import mapping, sources
 from ascend_rl.preflight.tuning import table
 
 # Set by ray_start_npu.sh or by schedulers.
 LAUNCHER_SETS = {"NNODES", "NPUS_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "OUTPUT_DIR"}
+INHERITED = {"PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH"}  # scripts append to what may be unset
 LONG_RESPONSE_TOKENS = 16384
 PLACEHOLDER = re.compile(  # <HEAD_IP>, your_model, xx/weights, /path/to/x, x.x.x.x
     r"<[^<>=]+>|\byour[_-]\w+|(^|[\['\"])[xX]{2,}(/|$)|/path/to/|(^|=)x+(\.x+){3}|\bTODO\b|\bCHANGE_?ME\b"
@@ -119,11 +121,17 @@ def _tested(s: Setup, where: str, name: str) -> bool:
     return bool(re.search(rf"-[zn]\s+\"?\$\{{?{name}\b", line))
 
 
+ASSIGNMENT = r"^\s*(export\s+|local\s+|readonly\s+)?(\w+=\S*\s+)*{name}\+?="
+
+
 def _assigned(s: Setup, name: str) -> bool:
-    return any(
-        re.search(rf"^\s*(export\s+|local\s+|readonly\s+)?(\w+=\S*\s+)*{name}=", text, re.M)
-        for text in s.scripts.values()
-    )
+    return any(re.search(ASSIGNMENT.format(name=name), text, re.M) for text in s.scripts.values())
+
+
+def _assigned_above(s: Setup, name: str, path: str, number: int) -> bool:
+    """A line above sets it: what it was set to was empty, since the dry run starts no commands."""
+    above = "\n".join(s.scripts.get(path, "").splitlines()[: number - 1])
+    return bool(re.search(ASSIGNMENT.format(name=name), above, re.M))
 
 
 @rule(
@@ -135,7 +143,8 @@ def _assigned(s: Setup, name: str) -> bool:
 )
 def _(s):
     for where, name in s.run.unset:
-        if _assigned(s, name):
+        path, _, number = where.rpartition(":")
+        if _assigned(s, name) and name not in INHERITED and not _assigned_above(s, name, path, int(number)):
             yield where, f"{name} is used before it is set"
 
 
@@ -223,7 +232,11 @@ def _(s):
 
 @rule("env.required", "error", "the variables that RL on NPUs requires are set", fix="see docs/tuning.md")
 def _(s):
+    file = sources("verl", "workers/rollout/vllm_rollout/utils.py")
+    own = mapping("VLLM_ASCEND_REQUIRED_ENV_VARS", file) if s.vllm else {}  # verl sets what is unset
     for entry in _variables(s):
+        if entry.name not in s.env and (own.get(entry.name) == entry.require or not s.vllm):
+            continue
         if entry.require is not None and s.env.get(entry.name) != entry.require:
             yield (
                 f"${entry.name}",

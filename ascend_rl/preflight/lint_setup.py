@@ -22,9 +22,9 @@ from typing import Any
 
 from ascend_rl.preflight.dry_run import Run
 from ascend_rl.preflight.findings import Finding
-from ascend_rl.preflight.verl_config import Resolved, select
+from ascend_rl.preflight.verl_config import Resolved, dataclass_fields, select
 from ascend_rl.rollout import npu_options
-from ascend_rl.settings.model import Model, published
+from ascend_rl.settings.model import Model, published, published_positions
 from ascend_rl.settings.switch import CannotWork
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -53,9 +53,12 @@ def as_mapping(value: Any) -> dict[str, Any]:
 class Setup:
     """What the rules see: configuration, overrides, environment and scripts of one run."""
 
-    def __init__(self, run: Run, resolved: Resolved, scripts: dict[str, str], extra: int = 0):
+    def __init__(
+        self, run: Run, resolved: Resolved, scripts: dict[str, str], extra: int = 0, here: bool = False
+    ):
         self.run, self.env, self.scripts = run, run.env, scripts  # scripts: {path: text}
-        self.config, self.given = resolved.config, resolved.given
+        self.config, self.given, self.defaults = resolved.config, resolved.given, resolved.defaults
+        self._here = here
         self.own_args = run.args[: len(run.args) - extra]  # without the overrides from the command line
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -76,6 +79,26 @@ class Setup:
         value = self.env.get(name, "").strip()
         return int(value) if re.fullmatch(r"-?\d+", value) else default
 
+    def override(self, key: str, value: Any) -> str:
+        """`key=value` as the command line needs it: with + where verl has no such key."""
+        plus = "" if key in self.defaults else "+"
+        return f"{plus}{key}={value}"
+
+    def kind(self, key: str) -> str:
+        """The annotation of a key's field in verl's dataclass of its node; empty if it has none."""
+        node, _, name = key.rpartition(".")
+        target = str(self.get(f"{node}._target_", "")).rpartition(".")[2]
+        return dataclass_fields().get(target, {}).get(name, "")
+
+    @cached_property
+    def here(self) -> bool:
+        """Whether the run takes place on this machine: it was said so, it needs no NPU, or there are some."""
+        return self._here or not self.npu or any(Path("/dev").glob("davinci[0-9]*"))
+
+    @cached_property
+    def vllm(self) -> bool:
+        return self.get(f"{ROLLOUT}.name") == "vllm"
+
     @cached_property
     def npu(self) -> bool:
         return self.get("trainer.device") != "cpu"
@@ -91,6 +114,14 @@ class Setup:
     @cached_property
     def model(self) -> Model | None:
         return checkpoint(str(self.get("actor_rollout_ref.model.path", "")))
+
+    @cached_property
+    def positions(self) -> int:
+        """The longest sequence, by config.json or the model's name; 0 if not known or extended."""
+        extended = self.get(f"{VLLM}.hf_overrides") or self.env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
+        if extended or not self.model:
+            return 0
+        return self.model.positions or published_positions(str(self.get("actor_rollout_ref.model.path", "")))
 
     @property
     def dies(self) -> int:
@@ -137,6 +168,14 @@ class Setup:
         return ()
 
     @cached_property
+    def uneven_layers(self) -> bool:
+        """Whether the layers of the pipeline are split by hand."""
+        prefix = f"{MEGATRON}.override_transformer_config"
+        edges = [f"{prefix}.num_layers_in_{edge}_pipeline_stage" for edge in ("first", "last")]
+        counted = [f"{prefix}.account_for_{part}_in_pipeline_split" for part in ("loss", "embedding")]
+        return bool(self.layer_split) or any(map(self.get, [*edges, *counted]))
+
+    @cached_property
     def rollout_tp(self) -> int:
         return self.size(f"{ROLLOUT}.tensor_model_parallel_size")
 
@@ -155,7 +194,8 @@ class Setup:
 
     @cached_property
     def graphs(self) -> bool:
-        return self.npu and not self.get(f"{ROLLOUT}.enforce_eager") and self.graph_mode != "NONE"
+        eager = self.get(f"{ROLLOUT}.enforce_eager")
+        return self.npu and self.vllm and not eager and self.graph_mode != "NONE"
 
     @cached_property
     def utilization(self) -> float:
@@ -203,7 +243,7 @@ class Setup:
         return [size for size in sizes if size <= top]
 
 
-Hit = tuple[str, str] | tuple[str, str, str]
+Hit = tuple[str, ...]  # where, detail, and where they differ from the rule's: fix, override to paste
 
 
 @dataclass(frozen=True)
@@ -223,6 +263,7 @@ class Rule:
                 hit[0],
                 f"{hit[1]}: {self.why}" if self.why else hit[1],
                 hit[2] if len(hit) > 2 else self.fix,
+                hit[3] if len(hit) > 3 else "",
             )
             for hit in self.find(setup)
         ]

@@ -144,6 +144,11 @@ def _(s):
         middle, stages = s.model.layers - sum(edges), s.pp - sum(edge > 0 for edge in edges)
         if middle < 0 or (middle % stages if stages else middle):
             yield prefix, f"{middle} layers are left for {stages} middle stages"
+    elif s.uneven_layers:  # Megatron counts the embedding and the loss as layers
+        counted = [f"{prefix}.account_for_{part}_in_pipeline_split" for part in ("loss", "embedding")]
+        layers = s.model.layers + sum(bool(s.get(key)) for key in counted)
+        if layers % s.pp:
+            yield f"{MEGATRON}.pipeline_model_parallel_size", f"{layers} layers and ends over {s.pp} stages"
     elif s.model.layers % s.pp:
         yield f"{MEGATRON}.pipeline_model_parallel_size", f"{s.model.layers} layers over {s.pp} stages"
 
@@ -167,14 +172,30 @@ def _(s):
 @rule(
     "parallel.rollout_node",
     "error",
-    "rollout TP stays within a node",
-    why="verl's server starts the workers of a TP group on one node",
+    "rollout TP divides the dies of a node, or is a multiple of them",
+    why="verl asserts that a server fills whole nodes or fits in one",
     fix="lower TP, raise data_parallel_size",
 )
 def _(s):
     node = s.size("trainer.n_gpus_per_node")
-    if node % s.rollout_tp:
-        yield f"{ROLLOUT}.tensor_model_parallel_size", f"TP {s.rollout_tp} on nodes of {node} dies"
+    if node % s.rollout_tp and s.rollout_tp % node:
+        fits = max(size for size in range(1, min(node, s.rollout_tp) + 1) if node % size == 0)
+        key = f"{ROLLOUT}.tensor_model_parallel_size"
+        yield key, f"TP {s.rollout_tp} on nodes of {node} dies", f"TP {fits}", s.override(key, fits)
+
+
+@rule(
+    "parallel.rollout_across",
+    "warning",
+    "rollout TP stays within a node",
+    why="every layer's all-reduce goes over the network between nodes",
+    fix="lower TP, raise data_parallel_size",
+)
+def _(s):
+    node = s.size("trainer.n_gpus_per_node")
+    if s.rollout_tp > node and s.rollout_tp % node == 0:
+        key = f"{ROLLOUT}.tensor_model_parallel_size"
+        yield key, f"TP {s.rollout_tp} on nodes of {node} dies", f"TP {node}", s.override(key, node)
 
 
 @rule(
@@ -200,7 +221,11 @@ def _(s):
 )
 def _(s):
     ep = s.number(f"{ROLLOUT}.expert_parallel_size")
-    if ep > 1 and (ep != s.rollout_tp * s.rollout_dp or (s.model and (s.model.experts or 1) % ep)):
+    if (
+        s.get(f"{ROLLOUT}.name") != "trtllm"
+        and ep > 1
+        and (ep != s.rollout_tp * s.rollout_dp or (s.model and (s.model.experts or 1) % ep))
+    ):
         yield (
             f"{ROLLOUT}.expert_parallel_size",
             f"EP {ep}, TP {s.rollout_tp} x DP {s.rollout_dp}, {s.model.experts if s.model else '?'} experts",

@@ -16,10 +16,8 @@ from pathlib import Path
 from rich.console import Console
 
 from ascend_rl.preflight import doctor, node_facts
-from ascend_rl.preflight.findings import Finding, as_json, render
+from ascend_rl.preflight.findings import READABLE, Finding, as_json, corrections, render
 from ascend_rl.preflight.lint import lint
-
-PIPE_COLUMNS = 200
 
 
 def sourced(script: str | None) -> tuple[dict[str, str], list[Finding]]:
@@ -78,7 +76,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m ascend_rl.preflight",
         description=__doc__.split("\n\n")[1],
-        epilog="Example: python -m ascend_rl.preflight --json; see docs/preflight.md",
+        epilog="""Examples:
+  python -m ascend_rl.preflight                                       # this node
+  python -m ascend_rl.preflight TRAIN_SCRIPT ENV_SCRIPT --fix         # and a configuration, with corrections
+
+Writes nothing but its findings. See docs/preflight.md.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("train_script", nargs="?", metavar="TRAIN_SCRIPT", help="check its configuration too")
     parser.add_argument(
@@ -89,6 +92,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--json", action="store_true", help="print a JSON array of findings instead of a table"
     )
+    parser.add_argument("--fix", action="store_true", help="print corrected overrides and exports to paste")
     args = parser.parse_args(argv)
     for script in filter(None, (args.train_script, args.env_script)):
         if not Path(script).is_file():
@@ -108,9 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         findings += doctor.judge_node(node_facts.collect(env), lock)
     if args.train_script:
-        findings += lint(args.train_script, args.env_script, args.overrides)
+        findings += lint(args.train_script, args.env_script, args.overrides, here=True)
     if args.json:
         print(as_json(findings))
+    elif args.fix:
+        print(corrections(findings))
     else:
-        render(findings, Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS))
+        render(findings, Console(width=None if sys.stdout.isatty() else READABLE))
     return int(any(finding.severity == "error" for finding in findings))

@@ -1,12 +1,13 @@
 """Report a rehearsal: what it replaced in the recipe, what ran how often, memory, rollout against trainer.
 
+    python -m ascend_rl.rehearsal internal/train_X.sh outputs/X
     python -m ascend_rl.rehearsal internal/train_X.sh outputs/X --environment internal/qwen3_32b_env.sh
 
 ray_start_npu.sh runs it at the end of a run with SMOKE=1. It counts what the processes recorded on the
 software NPU (OUTPUT_DIR/record, one file for each process): calls of operators, replays of graphs,
 collectives, memory that sleep took and wake-up brought back. On a real NPU there are no such files, and the
 counts are left out. What was replaced is the difference between the recipe's arguments with and without
-SMOKE=1. Also writes OUTPUT_DIR/rehearsal.json. See docs/rehearsal.md.
+SMOKE=1. Writes OUTPUT_DIR/rehearsal.json too. See docs/rehearsal.md.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ class Resolved:
     config: dict[str, Any]
     given: dict[str, list[str]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    defaults: dict[str, Any] = field(default_factory=dict)  # {key: value} without the overrides
 
 
 def package() -> Path:
@@ -264,6 +265,7 @@ def resolve(module: str, args: Sequence[str]) -> Resolved:
         fix = f"see the directories in {directory.name}/ of the patched verl"
         findings.append(_error("group", " ".join(groups), str(error).splitlines()[0], fix))
         base, plain = _composed(directory, name, ())
+    resolved.defaults = {key: select(plain, key) for key in keys(plain)}
     config = copy.deepcopy(base)
     findings += filter(None, [_apply(override, config, plain) for override in overrides])
     try:

@@ -68,6 +68,18 @@ def published(path: str) -> str | None:
     return max(known, key=len, default=None)
 
 
+def published_positions(path: str) -> int:
+    """The longest sequence of a published Qwen3, by its name; 0 for others, which differ within a size.
+
+    >>> published_positions("/data/Qwen3-32B"), published_positions("/data/Qwen3-8B-Base")
+    (40960, 32768)
+    """
+    name = Path(path).name.lower()
+    if not (published(path) or "").startswith("qwen3"):
+        return 0
+    return 262144 if "2507" in name else 32768 if "base" in name else 40960
+
+
 @dataclass(frozen=True)
 class Model:
     """The shapes of a decoder. ``ffn`` is the width of one expert, or of the MLP if ``experts`` is 0."""

@@ -1,5 +1,5 @@
 # finds: env.required
 # vllm-ascend refuses to wake up with weights in FRACTAL_NZ.
 . "$(dirname "$0")/megatron.bash"
-unset VLLM_ASCEND_ENABLE_NZ #-
+export VLLM_ASCEND_ENABLE_NZ=1 #-
 run "$@"
