@@ -8,6 +8,7 @@
 #           tree hash equals frameworks.lock. A second run says "already applied". Uncommitted work and
 #           commits that are in no patch file are never overwritten: the script stops. If killed, run it again.
 # --check   verifies the patch files (apply, export byte for byte, hashes, compile, trailers); changes nothing.
+# Writes:   frameworks/
 # Hardware: any Linux machine with git and Python 3.11; run ./download_frameworks_source_code.sh first.
 # Duration: under 5 seconds; under half a second when already applied.
 set -euo pipefail

@@ -4,6 +4,7 @@
 # Usage:    bash build_project.sh --target cpu|npu [--soc CHIP]
 # Example:  bash build_project.sh --target cpu
 #           bash build_project.sh --target npu --soc ascend910_9391     # on a build server without NPUs
+# Writes:   .venv/ or a .pth file in the image's Python; frameworks/
 # Hardware: cpu: any Linux with Python 3.11; npu: the Ascend image.
 # Duration: cpu: 1-3 minutes the first time (about 3 GB of packages, all compiled), seconds when nothing changed.
 #           npu: as long as vllm-ascend takes to compile (not measured), seconds when nothing changed.

@@ -5,6 +5,7 @@
 # Example:  bash clean_cache.sh                      # ask about each cache of the default groups
 #           bash clean_cache.sh --dry-run            # only show locations and sizes
 #           bash clean_cache.sh --yes operators      # after changing CANN
+# Writes:   nothing; removes what you confirm
 # Hardware: any
 # Duration: seconds, longer if a cache is large
 #

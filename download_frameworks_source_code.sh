@@ -10,6 +10,7 @@
 #           Everything is verified (commit, or sha256). Run it again after an interruption: finished
 #           frameworks are kept. An archive (.tar.gz of the tag's files) is verified by the hash of the patched tree
 #           when the patches are applied. MindSpeed is in git only; if unreachable, it is skipped with a message.
+# Writes:   frameworks/
 # Hardware: any Linux machine with git and Python 3.11; about 60 MB from PyPI, 150 MB from git.
 # Duration: 5 seconds (PyPI, cached) to a few minutes.
 set -euo pipefail

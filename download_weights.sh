@@ -3,6 +3,8 @@
 #
 # Usage:    bash download_weights.sh MODEL --out DIR [--random-init]
 # Example:  bash download_weights.sh Qwen/Qwen3-235B-A22B --out models/Qwen3-235B-A22B
+#           bash download_weights.sh Qwen/Qwen3-32B --out models/Qwen3-32B --random-init
+# Writes:   DIR
 # Hardware: none; free disk: 440 GB for Qwen3-235B-A22B, 65 GB for Qwen3-32B
 # Duration: 235B: an hour at 1 Gbit/s; with --random-init seconds
 #

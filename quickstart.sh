@@ -3,6 +3,8 @@
 #
 # Usage:    bash quickstart.sh [--steps N] [--nproc N]
 # Example:  bash quickstart.sh
+#           bash quickstart.sh --steps 20
+# Writes:   .venv/, frameworks/, data/tiny/, outputs/<run>/
 # Hardware: 2 cores, 8 GiB, 12 GB of disk, Linux with Python 3.11; no accelerator, no GPU driver
 # Duration: about 4 minutes the first time (3 GB of packages), under 3 minutes again
 #

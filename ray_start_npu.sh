@@ -5,6 +5,7 @@
 #           bash ray_start_npu.sh --status | --stop [--run-name RUN]
 # Example:  bash ray_start_npu.sh internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh
 #           bash ray_start_npu.sh --cluster cluster.env --dry-run internal/train_gspo_qwen3_tiny_cpu.sh
+# Writes:   OUTPUT_DIR (train.log, metrics, checkpoints, the report) and LOG_DIR
 # Hardware: see TRAIN_SCRIPT; a CPU is enough for internal/*_cpu.sh
 # Duration: that of TRAIN_SCRIPT, plus 10 seconds; with several nodes 10 more once all have joined
 #

@@ -4,6 +4,7 @@
 # Usage:    bash run_container.sh [OPTIONS] NAME IMAGE [COMMAND...]
 # Example:  bash run_container.sh --build --mount /data qwen3 ascend-rl:latest
 #           bash run_container.sh --dry-run --devices 0-7 qwen3 ascend-rl:latest
+# Writes:   nothing on the host; with --build an image of the engine
 # Hardware: an aarch64 Ascend host with the driver installed, and docker (or podman: ENGINE=podman). --build also works on a
 #           host without NPUs, where no container is started.
 # Duration: seconds; with --build about half an hour the first time (an estimate, not measured)

@@ -5,6 +5,7 @@
 # Example:  bash run_tests.sh                                  # enough for a change
 #           bash run_tests.sh --all --durations                # everything, with timings
 #           bash run_tests.sh tests/test_gspo.py -x            # pytest with these arguments and no others
+# Writes:   .venv/, frameworks/, data/
 # Hardware: 2 cores, 12 GiB, 12 GB of disk, Linux with Python 3.11; no accelerator
 # Duration: about 20 minutes; with --all about 45
 #

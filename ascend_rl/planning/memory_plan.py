@@ -99,8 +99,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ascend_rl.memory_plan",
         description="Plan the HBM of training and rollout; status 0: fits, 1: does not, 2: wrong arguments.",
-        epilog="Example: --model qwen3-235b-a22b --dies 128 --tp 4 --pp 4 --cp 4 --ep 32 --rollout-tp 4 "
-        "--rollout-ep 128. Without --tp (--sp with --fsdp) or --rollout-tp the best suggestion is planned.",
+        epilog="""Examples:
+  python -m ascend_rl.memory_plan --model qwen3-32b --dies 32
+  python -m ascend_rl.memory_plan --model qwen3-235b-a22b --dies 128 --tp 4 --pp 4 --cp 4 --ep 32 \\
+      --rollout-tp 4 --rollout-ep 128
+
+Without --tp (--sp with --fsdp) or --rollout-tp the best suggestion is planned.
+Writes nothing but the plan.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, help=f"{', '.join(PUBLISHED)}, or a path to a config.json")
     parser.add_argument("--dies", type=int, required=True, help="dies of both phases, 16 a node on A3")

@@ -234,7 +234,16 @@ def prepare(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m ascend_rl.data", description="Prepare a data set for verl.")
+    parser = argparse.ArgumentParser(
+        "python -m ascend_rl.data",
+        description="Prepare a data set for verl.",
+        epilog="""Examples:
+  python -m ascend_rl.data deepscaler --out data/deepscaler
+  python -m ascend_rl.data gsm8k --out data/gsm8k --source train.jsonl --source test.jsonl
+
+Writes train.parquet and test.parquet into --out.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("name", choices=DATASETS)
     parser.add_argument("--out", type=Path, required=True, help="directory of train.parquet and test.parquet")
     parser.add_argument(

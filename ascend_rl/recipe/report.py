@@ -181,7 +181,16 @@ def plot(runs: list[tuple[str, list[dict]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Table, report.json and report.png of a run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m ascend_rl.report",
+        description="Table, report.json and report.png of a run.",
+        epilog="""Examples:
+  python -m ascend_rl.report outputs/gspo_qwen3_tiny_cpu
+  python -m ascend_rl.report outputs/new --compare outputs/old      # both in one picture
+
+Writes report.json and report.png into the directory of the run.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, help="directory with metrics.jsonl")
     parser.add_argument(
         "--compare", type=Path, nargs="*", default=[], metavar="RUN", help="draw these runs as well"
