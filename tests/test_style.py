@@ -229,7 +229,7 @@ def test_links_between_documents_lead_somewhere(name):
 # Pins.
 
 
-@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+@pytest.mark.parametrize("name", ["docs/modules.md", "docs/modules.zh.md"])
 def test_readme_names_the_pinned_versions(name):
     lock = tomllib.loads(text("frameworks.lock"))
     tags = {table["tag"] for table in lock.values() if "package" in table}
