@@ -207,3 +207,23 @@ def test_the_child_ends_with_its_parent():
     while child in processes():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("answer", ["2*pi", "2pi", "2\u03c0", r"2\pi", "6.283185", "pi * 2"])
+def test_pi_may_be_written_as_a_word(answer):
+    assert is_equal("2*pi", answer) and is_equal(answer, r"2\pi")
+    assert not is_equal("3*pi", answer)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\u56e0\u6b64\uff0c\u7b54\u6848\u662f 42\u3002",
+        "\u6700\u7ec8\u7b54\u6848\uff1a42",
+        "\u7b54\u6848\u4e3a\uff1a**42**",
+        "\u7b54\u6848\u662f 7\u3002\n\u66f4\u6b63\uff0c\u7b54\u6848\u662f $42$\u3002",
+    ],
+)
+def test_an_answer_may_be_announced_in_chinese(text):
+    assert compute_score("x", text, "42")["score"] == 1
+    assert extract_answer("\u8fd9\u4e2a\u7b54\u6848\u5f88\u96be 42") is None

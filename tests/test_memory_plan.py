@@ -701,3 +701,9 @@ def test_command_line(tmp_path, capsys):
         with pytest.raises(SystemExit) as status:
             memory_plan.main(wrong)
         assert status.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "said"), [("qwen3-32b", False), ("qwen3-30b-a3b", True)])
+def test_only_models_with_experts_have_an_imbalance(model, said, capsys):
+    memory_plan.main(["--model", model, "--dies", "32"])
+    assert ("imbalance" in capsys.readouterr().out) is said

@@ -84,9 +84,10 @@ def rollout_text(one: RolloutPlan) -> list[str]:
 
 
 def training_line(one: TrainingPlan) -> str:
+    experts = f"imbalance up to {one.max_imbalance:.1f} of {one.worst_imbalance:.1f}, "
     return (
-        f"  {training_name(one.layout):32s} peak {gib(one.peak_bytes):>5s} GiB, imbalance up to "
-        f"{one.max_imbalance:.1f} of {one.worst_imbalance:.1f}, sequence up to {one.max_sequence_tokens}"
+        f"  {training_name(one.layout):32s} peak {gib(one.peak_bytes):>5s} GiB, "
+        f"{experts if one.worst_imbalance > 1 else ''}sequence up to {one.max_sequence_tokens}"
     )
 
 

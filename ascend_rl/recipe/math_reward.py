@@ -6,7 +6,7 @@ its timeouts are signals, which Python delivers only to the main thread, while v
 threads of a Ray actor.
 
 Here a response gives exactly one candidate: after ``</think>``, the last ``\\boxed{}``, else what follows the
-last ``####``, else the last "Answer:" line, else the whole text if it is just a number. A box that is not
+last ``####``, else the last "Answer:" line (or the Chinese phrase), else the whole text if it is just a number. A box that is not
 closed, or thinking that does not end, does not count. Equal text and plain numbers are decided at once;
 math-verify compares the rest in a child process with a deadline and a memory limit, which is killed and
 replaced when it exceeds them.
@@ -34,6 +34,10 @@ LONGEST_ANSWER = 500  # characters; answers are short, and longer text does not 
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _ANSWER_LINE = re.compile(r"(?im)^[\s*]*(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*[:=]?[\s*]*(.+?)[\s*]*$")
+_CHINESE_ANSWER = re.compile(  # "the answer is" in Chinese, with or without a colon, up to the full stop
+    r"\u7b54\u6848(?:[\u662f\u4e3a]\s*[:=\uff1a]?|\s*[:=\uff1a])[\s*]*([^\n\u3002]+?)[\s*]*(?:[\u3002\n]|$)"
+)
+_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])|\u03c0")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
 _DECORATION = re.compile(r"\\left|\\right|\\displaystyle|\\[!,;:]|[\s$]|\\[()\[\]]")
 
@@ -70,8 +74,8 @@ def extract_answer(solution: str) -> str | None:
         answer = last_box(final)
     elif "####" in final:
         answer = final.rpartition("####")[2].strip().partition("\n")[0]
-    elif lines := _ANSWER_LINE.findall(final):
-        answer = lines[-1]
+    elif lines := [*_ANSWER_LINE.finditer(final), *_CHINESE_ANSWER.finditer(final)]:
+        answer = max(lines, key=lambda line: line.start(1))[1]
     else:
         answer = final if _number(final) is not None else None
     answer = (answer or "").strip()
@@ -165,7 +169,7 @@ def is_equal(truth: str, answer: str) -> bool:
     values = _values(truth), _values(answer)
     if all(values):
         return not values[0].isdisjoint(values[1])
-    return _checker.equal(truth, answer)
+    return _checker.equal(_PI.sub(r"\\pi ", truth), _PI.sub(r"\\pi ", answer))
 
 
 def compute_score(data_source, solution_str: str, ground_truth, extra_info=None, **kwargs) -> dict:
