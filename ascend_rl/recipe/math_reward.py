@@ -5,11 +5,11 @@ always pays when the truth is "1". And a library that compares with sympy can ta
 its timeouts are signals, which Python delivers only to the main thread, while verl calls the reward on
 threads of a Ray actor.
 
-Here a response gives exactly one candidate: after ``</think>``, the last ``\\boxed{}``, else what follows the
-last ``####``, else the last "Answer:" line (or the Chinese phrase), else the whole text if it is just a number. A box that is not
-closed, or thinking that does not end, does not count. Equal text and plain numbers are decided at once;
-math-verify compares the rest in a child process with a deadline and a memory limit, which is killed and
-replaced when it exceeds them.
+Here a response gives exactly one candidate: after ``</think>``, the last ``\\boxed{}``, else what follows
+the last ``####``, else the last "Answer:" line or its Chinese phrase, else the whole text if it is just a
+number. A box that is not closed, or thinking that does not end, does not count. Equal text and plain
+numbers are decided at once; math-verify compares the rest in a child process with a deadline and a memory
+limit, which is killed and replaced when it exceeds them.
 
 Cost: microseconds for equal text and numbers, about 5 ms through math-verify; one child for each of verl's
 reward workers, started when first needed. A comparison that hangs delays its worker by ``DEADLINE_S`` and
