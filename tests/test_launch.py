@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -317,3 +318,19 @@ def test_a_port_to_be_served_later_is_none_that_a_connection_may_get_meanwhile()
     assert max(ports) < int(open("/proc/sys/net/ipv4/ip_local_port_range").read().split()[0]) <= given
     for port in ports:
         socket.create_server(("127.0.0.1", port)).close()
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_dry_run_misses_the_inputs_that_the_run_would_miss(missing, tiny, tmp_path):
+    """The recipe of the quickstart, with a model that is there and one that is not; nothing is started."""
+    model = tmp_path / "absent" if missing else tiny / "model"
+    words = [f"actor_rollout_ref.model.path={model}", "trainer.logger=console"]
+    words += [
+        f"data.{part}_files={tiny}/{name}.parquet" for part, name in (("train", "train"), ("val", "val"))
+    ]
+    recipe = ["internal/train_gspo_qwen3_tiny_cpu.sh", "internal/cpu_env.sh"]
+    command = ["bash", "ray_start_npu.sh", "--dry-run", *recipe, *words]
+    root = Path(__file__).resolve().parent.parent
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert result.returncode == int(missing), result.stdout + result.stderr
+    assert (f"{model}: it does not exist" in result.stderr) is missing

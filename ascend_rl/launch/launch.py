@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 from ascend_rl.launch.launch_plan import (
     ROOT,
@@ -266,6 +267,22 @@ def preflight(plan: Plan) -> None:
         raise CannotWork("preflight found what would fail later, see above; SKIP_PREFLIGHT=1 starts anyway")
 
 
+def check_inputs(plan: Plan) -> None:
+    """Raise CannotWork if an input of the run is missing, for a dry run: the recipe itself is not started.
+
+    Not for SMOKE=1, which brings inputs of its own, nor with SKIP_PREFLIGHT=1.
+    """
+    if plan.role != "head" or plan.on("SKIP_PREFLIGHT") or switched_on("SMOKE"):
+        return
+    from ascend_rl.preflight.lint import lint  # Hydra: 0.4 s that a run does not need
+
+    with mock.patch.dict(os.environ, plan.environment()):
+        found = lint(plan.script, plan.env_script or None, plan.overrides, here=True)
+    missing = [f for f in found if f.severity == "error" and f.check.startswith("paths.")]
+    if missing:
+        raise CannotWork("; ".join(f"{f.where}: {f.why} ({f.fix})" for f in missing))
+
+
 # The run.
 
 
@@ -468,6 +485,7 @@ def main(arguments: list[str]) -> int:
         if args.dry_run or switched_on("DRY_RUN"):
             show(plan)
             check_node(plan)
+            check_inputs(plan)
             return 0
         return launch(plan)
     except (CannotWork, RendezvousError, Stopped) as error:
