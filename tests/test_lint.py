@@ -246,6 +246,10 @@ def test_the_planner_is_asked(on_base):
     assert checks(linter.lint(on_base("megatron"), None, large)) == {"train.memory", "rollout.memory"}
     large = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=64"]
     assert checks(linter.lint(on_base("fsdp"), None, large)) == {"train.memory"}
+    dense = ["actor_rollout_ref.model.path=Qwen3-8B", f"{ACTOR}.ppo_max_token_len_per_gpu=9000000"]
+    dense += [f"{MEGATRON}.expert_model_parallel_size=1", f"{MEGATRON}.tensor_model_parallel_size=2"]
+    dense += [f"{MEGATRON}.expert_tensor_parallel_size=null", f"{ROLLOUT}.expert_parallel_size=1"]
+    assert "train.memory" in checks(linter.lint(on_base("megatron"), None, dense))  # by default ETP is TP
     many = [f"{ROLLOUT}.max_num_seqs=4096", f"{ROLLOUT}.cudagraph_capture_sizes=[4096]"]
     assert "rollout.kv_capacity" in checks(linter.lint(on_base("megatron"), None, many), "info")
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from ascend_rl.experts import support_eplb
 from ascend_rl.loss import dapo, old_log_prob
@@ -291,7 +290,7 @@ def _fsdp(s: Setup) -> layouts.Fsdp:
     )
 
 
-def _megatron(s: Setup) -> layouts.Training:
+def _megatron(s: Setup, experts: bool) -> layouts.Training:
     transformer = f"{MEGATRON}.override_transformer_config"
     offload = "offload" if s.get(f"{MEGATRON}.optimizer_offload") else "resident"
     micro = s.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu") * -(-s.sequence // s.cp)
@@ -301,7 +300,7 @@ def _megatron(s: Setup) -> layouts.Training:
         pp=s.pp,
         cp=s.cp,
         ep=s.ep,
-        etp=s.etp,
+        etp=s.etp if experts else 1,
         max_token_len_per_gpu=s.number(f"{ACTOR}.ppo_max_token_len_per_gpu") if s.dynamic else micro,
         optimizer="swap" if s.get(f"{transformer}.swap_optimizer") else offload,
         recompute="full" if s.get(f"{transformer}.recompute_granularity") == "full" else "none",
@@ -311,12 +310,12 @@ def _megatron(s: Setup) -> layouts.Training:
     )
 
 
-def _plan(s: Setup) -> Any:
+def plan_of(s: Setup) -> memory_plan.Plan | None:
     """The memory plan of both phases; None where it cannot know: other models, illegal layouts."""
     model = checkpoint(str(s.get("actor_rollout_ref.model.path", "")), QWEN)
     if not s.npu or not s.utilization or model is None:
         return None
-    training = _megatron(s) if s.megatron else _fsdp(s) if s.fsdp else None
+    training = _megatron(s, bool(model.experts)) if s.megatron else _fsdp(s) if s.fsdp else None
     rollout = layouts.Rollout(
         dies=s.dies,
         tp=s.rollout_tp,
@@ -341,7 +340,7 @@ def _plan(s: Setup) -> Any:
     fix="see: python -m ascend_rl.memory_plan -h; more CP, PP or SP, recomputation, a smaller token budget",
 )
 def _(s):
-    plan = _plan(s)
+    plan = plan_of(s)
     if plan and plan.training and not plan.training.fits:
         peak, budget = plan.training.peak_bytes / 2**30, plan.training.budget_bytes / 2**30
         tokens = plan.training.max_token_len_per_gpu
@@ -360,7 +359,7 @@ def _(s):
     fix="see: python -m ascend_rl.memory_plan -h; more TP or EP, a higher gpu_memory_utilization",
 )
 def _(s):
-    plan = _plan(s)
+    plan = plan_of(s)
     if plan and plan.rollout and not plan.rollout.fits:
         weights, left = plan.rollout.weights_bytes / 2**30, plan.rollout.kv_bytes / 2**30
         yield (
@@ -377,7 +376,7 @@ def _(s):
     fix="choose max_num_seqs by the usual length of responses",
 )
 def _(s):
-    plan, wanted = _plan(s), s.number(f"{ROLLOUT}.max_num_seqs")
+    plan, wanted = plan_of(s), s.number(f"{ROLLOUT}.max_num_seqs")
     if plan and plan.rollout and plan.rollout.fits and plan.rollout.max_num_seqs < wanted:
         yield (
             f"{ROLLOUT}.max_num_seqs",
