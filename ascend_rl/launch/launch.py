@@ -301,6 +301,7 @@ def launch(plan: Plan) -> int:
             shutil.rmtree(record, ignore_errors=True)
             record.mkdir(parents=True)
             os.environ["SOFTWARE_NPU_RECORD"] = str(record)
+            os.environ["SOFTWARE_NPU_MEMORY_FILE"] = str(record / "memory")
     except OSError as error:
         raise CannotWork(
             f"{error.filename} cannot be written: {error.strerror}; set OUTPUT_DIR and LOG_DIR"

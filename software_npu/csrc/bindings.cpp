@@ -23,6 +23,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("total_bytes", &snpu_total_bytes);
   m.def("used_bytes", &snpu_used_bytes);
   m.def("peak_bytes", &snpu_peak_bytes);
+  m.def("die_peak_bytes", &snpu_die_peak_bytes);
+  m.def("die", &snpu_die);
   m.def("woken", &snpu_woken);
   m.def("collective_counts", &npu::collective_counts);
   m.def("without_memory", [](uintptr_t address) { return snpu_without_memory(reinterpret_cast<void*>(address)); });
@@ -32,6 +34,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<npu::PluggedAllocator, std::shared_ptr<npu::PluggedAllocator>>(m, "PluggedAllocator")
       .def(py::init<const std::string&, const std::string&, const std::string&>());
   m.def("use_allocator", &npu::use_allocator, py::arg("allocator").none(true));
+
+  m.def("share_memory", &npu::share_memory);
+  m.def("shared_memory", &npu::shared_memory);
 
   m.def("as_cpu", &npu::as_cpu);
   m.def("as_npu", &npu::as_npu);

@@ -12,10 +12,16 @@ extern "C" {
 // Devices this process may use: SOFTWARE_NPU_COUNT (16) of a host, less what ASCEND_RT_VISIBLE_DEVICES leaves out.
 int snpu_device_count();
 
-// Bytes of one device: SOFTWARE_NPU_MEMORY_MB (8192).
+// Bytes of one device: SOFTWARE_NPU_MEMORY_MB (8192). What is used is used by this process, or by all that share
+// the devices by SOFTWARE_NPU_MEMORY_FILE.
 int64_t snpu_total_bytes();
 int64_t snpu_used_bytes(int device);
+int64_t snpu_own_bytes(int device);  // of this process
+
+// The most this process ever took, and of a die (a device by its number in the host) all that share it together.
 int64_t snpu_peak_bytes(int device);
+int64_t snpu_die_peak_bytes(int device);
+int snpu_die(int device);  // -1: there is no such device
 
 // Ranges that got memory again after they had lost it.
 int64_t snpu_woken();

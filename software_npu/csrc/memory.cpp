@@ -3,6 +3,9 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
@@ -49,10 +52,11 @@ int64_t whole_blocks(int64_t bytes) { return (bytes + kBlock - 1) / kBlock * kBl
     ++figures[device].out_of_memory;
     now = figures[device];
   }
+  const int64_t taken = snpu_used_bytes(device), others = taken - snpu_own_bytes(device);
   TORCH_CHECK_WITH(OutOfMemoryError, false, "NPU out of memory. Tried to allocate ", readable(bytes), " (NPU ",
                    device, "; ", readable(snpu_total_bytes()), " total capacity; ", readable(now.allocated),
-                   " already allocated; ", readable(snpu_total_bytes() - snpu_used_bytes(device)), " free; ",
-                   readable(now.reserved), " reserved in total by PyTorch)");
+                   " already allocated; ", readable(snpu_total_bytes() - taken), " free; ", readable(now.reserved),
+                   " reserved in total by PyTorch)", others ? "; other processes hold " + readable(others) : "");
   std::abort();  // not reached
 }
 
@@ -162,6 +166,33 @@ void drop_lent(void* context) {
   leave(lent->device, lent->bytes, true);
 }
 
+// ---- memory that processes share
+
+// A file without a name, mapped; whoever shared it keeps it in the books.
+struct Shared {
+  void* data;
+  int64_t bytes;
+  int device, file;
+};
+
+void drop_shared(void* context) {
+  std::unique_ptr<Shared> shared(static_cast<Shared*>(context));
+  munmap(shared->data, shared->bytes);
+  close(shared->file);
+  leave(shared->device, shared->bytes, true);
+}
+
+void drop_imported(void* context) {
+  std::unique_ptr<Shared> shared(static_cast<Shared*>(context));
+  munmap(shared->data, shared->bytes);
+}
+
+void* map_file(int file, int64_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  TORCH_CHECK(data != MAP_FAILED, "cannot map ", readable(bytes), " of shared memory: ", std::strerror(errno));
+  return data;
+}
+
 at::Tensor over(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
@@ -242,6 +273,49 @@ PluggedAllocator::PluggedAllocator(const std::string& library, const std::string
 std::shared_ptr<PluggedAllocator> use_allocator(std::shared_ptr<PluggedAllocator> allocator) {
   std::swap(plugged, allocator);
   return allocator;
+}
+
+std::pair<int, int> share_memory(const at::Tensor& tensor) {
+  TORCH_CHECK(is_npu(tensor), "memory of ", tensor.device(), " is not an NPU's to share");
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  const c10::DataPtr& now = storage->data_ptr();
+  if (now.get_deleter() == &drop_shared) return {getpid(), static_cast<Shared*>(now.get_context())->file};
+  TORCH_CHECK(now.get_deleter() != &drop_imported, "memory that another process shared cannot be shared again");
+  auto* block = now.get_deleter() == &free_block ? static_cast<Block*>(now.get_context()) : nullptr;
+  TORCH_CHECK(!block || !block->source, "memory of a pool cannot be shared with other processes");
+  const int64_t bytes = storage->nbytes();
+  TORCH_CHECK(bytes, "a tensor without elements has no memory to share");
+  const int device = tensor.device().index(), file = memfd_create("software_npu", MFD_CLOEXEC);
+  TORCH_CHECK(file >= 0 && ftruncate(file, bytes) == 0, "no shared memory: ", std::strerror(errno));
+  auto shared = std::make_unique<Shared>(Shared{map_file(file, bytes), bytes, device, file});
+  std::memcpy(shared->data, now.get(), bytes);
+  void* data = shared->data;
+  c10::DataPtr before = storage->set_data_ptr({data, shared.release(), &drop_shared, tensor.device()});
+  // The new memory takes the place of the old in the books: only what held it goes.
+  if (block) {
+    c10::free_cpu(block->data);
+    delete block;
+  } else {
+    delete static_cast<Lent*>(before.get_context());
+  }
+  before.release_context();
+  return {getpid(), file};
+}
+
+at::Tensor shared_memory(int process, int file, int64_t bytes, int device) {
+  TORCH_CHECK(device >= 0 && device < snpu_device_count(), "invalid device npu:", device);
+  const std::string name = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(file);
+  const int opened = open(name.c_str(), O_RDWR | O_CLOEXEC);
+  TORCH_CHECK(opened >= 0, "the process that shared this memory is gone, or not ours: ", std::strerror(errno));
+  void* data = map_file(opened, bytes);
+  close(opened);
+  c10::DataPtr mapped(data, new Shared{data, bytes, device, -1}, &drop_imported,
+                      c10::Device(kNPU, static_cast<c10::DeviceIndex>(device)));
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(mapped), &the_allocator, false);
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), caffe2::TypeMeta::Make<uint8_t>());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({bytes});
+  return tensor;
 }
 
 at::Tensor same_memory(const at::Tensor& tensor) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace software_npu {
 
@@ -38,6 +39,11 @@ struct PluggedAllocator {
 
 // Where this thread's allocations go; null: to the driver. Returns what it was before.
 std::shared_ptr<PluggedAllocator> use_allocator(std::shared_ptr<PluggedAllocator> allocator);
+
+// Puts a tensor's memory, with all that views it, where other processes can map it: this process and a file of its
+// own. The other makes bytes of them; the memory counts as the first one's.
+std::pair<int, int> share_memory(const at::Tensor& tensor);
+at::Tensor shared_memory(int process, int file, int64_t bytes, int device);
 
 // A tensor on the host over the same memory, and what the host's kernels return, back on the device.
 // `as_cpu` refuses memory that is asleep.

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from device_job import on_npu
+from device_job import SITE, on_npu
 
 MiB = 1 << 20
 
@@ -198,3 +198,99 @@ def test_what_has_no_kernel_is_named():
     library.define("nothing(Tensor x) -> Tensor")
     with pytest.raises(NotImplementedError, match="no kernel for soft_npu_test::nothing"):
         torch.ops.soft_npu_test.nothing(torch.ones(1, device="npu"))
+
+
+HOLDS = """
+import sys, torch
+held = torch.empty({mib} << 20, dtype=torch.uint8, device="npu:{device}")
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+@on_npu()
+def test_processes_that_share_a_die_share_its_memory(tmp_path):
+    """What one holds the others have not, until it ends, however it ends."""
+    import os
+    import subprocess
+    import sys
+
+    environment = os.environ | {
+        "PYTHONPATH": str(SITE),
+        "SOFTWARE_NPU_MEMORY_MB": "64",
+        "SOFTWARE_NPU_COUNT": "3",
+        "SOFTWARE_NPU_MEMORY_FILE": str(tmp_path / "memory"),
+    }
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+
+    def holder(mib, device, **more):
+        command = [sys.executable, "-c", HOLDS.format(mib=mib, device=device)]
+        return subprocess.Popen(command, env=environment | more, stderr=subprocess.STDOUT, **pipes)
+
+    first = holder(40, 0, ASCEND_RT_VISIBLE_DEVICES="2,1")  # die 2 by its number
+    assert first.stdout.readline() == "taken\n"
+    elsewhere = holder(40, 0)
+    assert elsewhere.stdout.readline() == "taken\n"
+    elsewhere.communicate()
+    refused = holder(30, 2)
+    said = refused.communicate()[0]
+    assert refused.returncode == 1
+    assert (
+        "Tried to allocate 30.00 MiB (NPU 2; 64.00 MiB total capacity; "
+        "0.00 KiB already allocated; 24.00 MiB free; "
+    ) in said
+    assert "other processes hold 40.00 MiB" in said
+    fits = holder(24, 2)
+    assert fits.stdout.readline() == "taken\n"
+    first.kill()
+    first.communicate()
+    second = holder(40, 2)
+    assert second.stdout.readline() == "taken\n"
+    os.environ |= environment  # this fork of a process that has only imported torch
+    assert torch.npu.mem_get_info(2) == (0, 64 * MiB) and torch.npu.mem_get_info(0)[0] == 64 * MiB
+    for process in (fits, second):
+        process.communicate()
+    assert torch.npu.mem_get_info(2)[0] == 64 * MiB
+    from software_npu import _C
+
+    assert [_C.die_peak_bytes(die) >> 20 for die in range(3)] == [40, 0, 64]
+
+
+@on_npu()
+def test_another_process_maps_what_a_tensor_shares():
+    """By the functions verl's transfer of weights uses: both see what either writes; the first one pays."""
+    import os
+    import pickle
+    import subprocess
+    import sys
+
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    buffer = torch.arange(6, dtype=torch.int32, device="npu:1").view(2, 3)
+    view, used = buffer[1], torch.npu.memory_allocated(1)
+    handle = reduce_tensor(view)
+    assert reduce_tensor(buffer)[1][7] == handle[1][7] and torch.npu.memory_allocated(1) == used
+    assert buffer.tolist() == [[0, 1, 2], [3, 4, 5]]
+    program = """
+import pickle, sys, torch
+function, args = pickle.load(sys.stdin.buffer)
+args = list(args)
+args[6] = 0
+seen = function(*args)
+assert seen.device == torch.device("npu:0") and seen.tolist() == [3, 4, 5] and seen.dtype is torch.int32
+assert torch.npu.memory_allocated(0) == 0
+seen.mul_(2)
+"""
+    environment = os.environ | {"PYTHONPATH": str(SITE)}
+    command = [sys.executable, "-c", program]
+    other = subprocess.run(
+        command, env=environment, input=pickle.dumps(handle), capture_output=True, check=False
+    )
+    assert other.returncode == 0, other.stderr.decode()[-2000:]
+    assert buffer.tolist() == [[0, 1, 2], [6, 8, 10]] and view.tolist() == [6, 8, 10]
+    files = set(os.listdir("/proc/self/fd"))
+    del buffer, view
+    assert torch.npu.memory_allocated(1) == 0 and len(files - set(os.listdir("/proc/self/fd"))) == 1
+    os.environ["SOFTWARE_NPU_DRIVER"] = "25.2.0"
+    with pytest.raises(RuntimeError, match=r"driver 25\.2\.0 cannot share memory"):
+        reduce_tensor(torch.ones(1, device="npu"))

@@ -44,9 +44,54 @@ def test_npu_smi_shows_the_dies(series, npus):
     assert int(npu_tools.parse_fields(listed)[0]["Total Count"]) == npus
 
 
-def test_verl_asks_it_whether_memory_can_be_shared():
-    asked = "from verl.utils.device import is_support_ipc; print(is_support_ipc())"
-    assert run(asked, **node(CHIPS["A3"], 4)).splitlines()[-1] == "False"
+SENDS = """
+import asyncio, sys
+from verl.utils.device import is_support_ipc
+from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as transfer
+import torch
+place, shared = sys.argv[1:]
+assert is_support_ipc() == (shared == "True")
+weights = [(f"w{i}", torch.arange(70_000, device="npu:1").bfloat16() * i) for i in range(20)]  # 2.8 MB
+torch.npu.set_device(1)
+sender = transfer.BucketedWeightSender(place, bucket_size_mb=1, use_shm=not is_support_ipc())
+asyncio.run(sender.async_send_weights(iter(weights)))
+"""
+RECEIVES = """
+import sys
+from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as transfer
+import torch
+place, shared = sys.argv[1:]
+buckets = []
+receiver = transfer.BucketedWeightReceiver(place, torch.device("npu:0"), use_shm=shared == "False")
+receiver.receive_weights(lambda weights: buckets.append(weights))
+received = dict(weight for bucket in buckets for weight in bucket)
+assert len(buckets) > 2 and len(received) == 20
+for i in range(20):
+    weight = received[f"w{i}"]
+    assert weight.device == torch.device("npu:0") and torch.equal(
+        weight.cpu(), (torch.arange(70_000).bfloat16() * i)
+    ), i
+print("received", torch.npu.memory_allocated(0))
+"""
+
+
+@pytest.mark.parametrize(("driver", "shared"), [("25.3.rc1", True), ("25.2.0", False)])
+def test_verl_sends_weights_as_the_driver_permits(driver, shared, tmp_path):
+    """By handles of device memory, or through memory of the host; npu-smi says which, as verl asks it."""
+    place, environment = f"ipc://{tmp_path}/s", node(CHIPS["A3"], 4) | {"SOFTWARE_NPU_DRIVER": driver}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, place, str(shared)],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for program in (SENDS, RECEIVES)
+    ]
+    said = [process.communicate(timeout=600) for process in both]
+    assert [process.returncode for process in both] == [0, 0], "".join(error[-1500:] for _, error in said)
+    assert said[1][0].split()[-2:] == ["received", str(20 * 140_288)]
 
 
 def test_an_npu_that_is_not_there_is_an_error():
@@ -74,6 +119,7 @@ time.sleep(3)
     (record,) = [json.loads(file.read_text()) for file in tmp_path.glob("[0-9]*.json")]
     assert record["calls"] == {"npu_swiglu": 1} and "torch_npu.npu_swiglu" in record["process"]
     assert list(record["peak_bytes"]) == ["1"] and record["woken"] == 0
+    assert record["die_peak_bytes"] == record["peak_bytes"]
 
 
 @on_npu(ranks=2)

@@ -42,6 +42,7 @@ sys.modules["torch.npu"] = npu
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 from . import distributed, extensions, operators, profiler, record, vllm_ascend_c  # noqa: E402, F401
+from .multiprocessing import reductions as _reductions  # noqa: E402, F401
 
 
 def _autoload() -> None:

@@ -1,7 +1,9 @@
 """What a process did on its NPUs, in a file: SOFTWARE_NPU_RECORD names the directory, the file is PID.json.
 
 {"process": its name, "calls": {operator: n}, "graphs": {...}, "collectives": {name: n}, "woken": n,
-"peak_bytes": {device: n}}. Written each second in which something changed, since processes are often killed.
+"peak_bytes": {device: n}, "die_peak_bytes": {die: n}}; a die is a device by its number in the host, and its
+peak that of all processes that share it. Written each second in which something changed, since processes are
+often killed.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ def state() -> dict:
         "collectives": _C.collective_counts(),
         "woken": _C.woken(),
         "peak_bytes": {device: peak for device, peak in peaks.items() if peak},
+        "die_peak_bytes": {
+            _C.die(device): _C.die_peak_bytes(device) for device, peak in peaks.items() if peak
+        },
     }
 
 

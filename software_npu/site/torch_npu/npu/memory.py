@@ -61,7 +61,7 @@ memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
 
 
 def mem_get_info(device=None) -> tuple[int, int]:
-    """(free, total) bytes, of this process: others have a device of their own."""
+    """(free, total) bytes; other processes take of them where they share the devices."""
     index = device_index(device)
     return _C.total_bytes() - _C.used_bytes(index), _C.total_bytes()
 

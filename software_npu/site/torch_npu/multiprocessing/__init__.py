@@ -1,0 +1,1 @@
+"""Tensors that go to other processes: see reductions.py."""
