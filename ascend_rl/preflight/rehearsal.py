@@ -7,7 +7,8 @@ ray_start_npu.sh runs it at the end of a run with SMOKE=1. It counts what the pr
 software NPU (OUTPUT_DIR/record, one file for each process): calls of operators, replays of graphs,
 collectives, memory that sleep took and wake-up brought back. On a real NPU there are no such files, and the
 counts are left out. What was replaced is the difference between the recipe's arguments with and without
-SMOKE=1. Writes OUTPUT_DIR/rehearsal.json too. See docs/rehearsal.md.
+SMOKE=1. Memory is compared with memory_plan's plan of the sizes that ran, which Hydra's configuration tells.
+Writes OUTPUT_DIR/rehearsal.json too. See docs/rehearsal.md.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from ascend_rl.preflight.dry_run import dry_run
+from ascend_rl.planning.rollout_memory import BLOCK_TOKENS
+from ascend_rl.preflight.dry_run import Run, dry_run
+from ascend_rl.preflight.lint_engines import plan_of
+from ascend_rl.preflight.lint_setup import ROLLOUT, VLLM, Setup
+from ascend_rl.preflight.verl_config import Resolved
 from ascend_rl.recipe.report import read_metrics
 
 # What counts as a sign of a feature: (what it is, where it is counted, names).
@@ -83,12 +88,37 @@ def count(found: list[dict]) -> dict[str, dict[str, int]]:
 
 
 def peaks(found: list[dict]) -> dict[str, float]:
-    """Largest peak of a process, MB, by what the process is."""
+    """Largest peak of a process, MB, by what the process is; of a "die": of all its processes together."""
     most: dict[str, float] = {}
     for record in found:
-        own = max(record["peak_bytes"].values(), default=0) / 1e6
-        most[kind(record)] = max(most.get(kind(record), 0.0), own)
+        for of, own in ((kind(record), record["peak_bytes"]), ("die", record["die_peak_bytes"])):
+            most[of] = max(most.get(of, 0.0), max(own.values(), default=0) / 1e6)
     return most
+
+
+def planned(output_dir: Path) -> dict[str, float]:
+    """What memory_plan expects of each of `peaks`, MB, in numbers of 16 bits; empty for what it cannot plan.
+
+    The KV cache has the blocks that the rehearsal gives it, and not the rest of the die. Weights go to the
+    rollout in buckets, of which the trainer has one on the die where processes can share memory.
+    """
+    from omegaconf import OmegaConf
+
+    file = output_dir / "hydra/.hydra/config.yaml"
+    if not file.exists():
+        return {}
+    config = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    setup = Setup(Run(env=dict(os.environ)), Resolved(config), {})
+    plan = plan_of(setup)
+    if not plan or not plan.training or not plan.rollout:
+        return {}
+    blocks = setup.number(f"{VLLM}.num_gpu_blocks_override", 0)
+    cache = blocks * BLOCK_TOKENS * plan.rollout.kv_bytes_per_token
+    bucket = setup.number(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", 0) << 20
+    trainer = max(plan.training.peak_bytes, plan.sync_bytes - plan.rollout.weights_bytes + bucket)
+    rollout = plan.rollout.weights_bytes + plan.rollout.prefill_bytes + cache
+    die = max(trainer, rollout + plan.rollout.training_bytes, plan.sync_bytes + bucket)
+    return {"trainer": trainer / 1e6, "rollout": rollout / 1e6, "die": die / 1e6}
 
 
 def arguments(script: str, environment_script: str, smoke: bool) -> dict[str, str]:
@@ -136,12 +166,16 @@ def show(script: str, report: dict) -> None:
         sizes.add_row(key.removeprefix("actor_rollout_ref."), Path(before).name, Path(after).name)
     console.print(sizes)
     if report["counts"]:
-        kinds = list(report["peak_mb"])
+        kinds = [of for of in report["peak_mb"] if of != "die"]
         ran = table("what ran", "on the software NPU", *(f"times in the {of}" for of in kinds))
         for what, times in report["counts"].items():
             ran.add_row(what, *(f"{times[of]:,}" if times[of] else "never" for of in kinds))
-        ran.add_row("peak memory of a process", *(f"{report['peak_mb'][of]:.1f} MB" for of in kinds))
         console.print(ran)
+        memory = table("peak memory, MB", "of a", "measured", "by memory_plan, 16 bits")
+        for of, most in report["peak_mb"].items():
+            plan = report["planned_mb"].get(of)
+            memory.add_row(of, f"{most:.2f}", "not planned" if plan is None else f"{plan:.2f}")
+        console.print(memory)
     told = table("what the features tell", "metric of the last step", "")
     for key, value in report["metrics"].items():
         told.add_row(key, f"{value:.3g}" if isinstance(value, float) else str(value))
@@ -165,6 +199,7 @@ def main() -> None:
         "replaced": replaced(options.script, options.environment),
         "counts": count(found) if found else {},
         "peak_mb": peaks(found),
+        "planned_mb": planned(options.output_dir),
         "metrics": {key: last[key] for key in last if key.startswith((PROBS_DIFF, *METRICS))},
     }
     (options.output_dir / "rehearsal.json").write_text(json.dumps(report, indent=1))
