@@ -222,6 +222,13 @@ def test_variables_that_spoil_a_run(rule, lines, on_base):
     assert checks(linter.lint(on_base("megatron", lines))) == {rule}
 
 
+def test_flashcomm_needs_tp(on_base):
+    """Found by a rehearsal of one server a die: vllm-ascend's assertion when the model is built."""
+    script = on_base("fsdp", "export VLLM_ASCEND_ENABLE_FLASHCOMM1=1")
+    one, two = (linter.lint(script, None, [f"{ROLLOUT}.tensor_model_parallel_size={tp}"]) for tp in (1, 2))
+    assert "rollout.flashcomm" in checks(one) and "rollout.flashcomm" not in checks(two)
+
+
 def test_the_environment_script_comes_first(on_base, tmp_path):
     env = tmp_path / "env.sh"
     env.write_text("export ASCEND_LAUNCH_BLOCKING=1\n")
@@ -341,6 +348,7 @@ def test_every_rule_is_tried():
         "rollout.task_queue_eager",
         "train.memory",
         "rollout.memory",
+        "rollout.flashcomm",
         "rollout.kv_capacity",
         "options.unchecked",
         "paths.content",  # test_lint_values.py

@@ -123,6 +123,18 @@ def _(s):
 
 
 @rule(
+    "rollout.flashcomm",
+    "error",
+    "FLASHCOMM1 has TP to share tokens over",
+    why="vllm-ascend asserts that TP is above 1 when it builds the model, the rollout does not start",
+    fix="set VLLM_ASCEND_ENABLE_FLASHCOMM1=0, or tensor_model_parallel_size above 1",
+)
+def _(s):
+    if s.npu and s.variable("VLLM_ASCEND_ENABLE_FLASHCOMM1") and s.rollout_tp == 1:
+        yield f"{ROLLOUT}.tensor_model_parallel_size", "1, and VLLM_ASCEND_ENABLE_FLASHCOMM1 is 1"
+
+
+@rule(
     "rollout.options",
     "error",
     "speculation, graphs, npugraph_ex and HCCL modes do not contradict each other",
