@@ -149,3 +149,33 @@ def test_shares_of_different_lengths_are_gathered(rank):
     gathered = [torch.empty(length, dtype=torch.long, device="npu") for length in (1, 3)]
     torch.distributed.all_gather(gathered, share)
     assert [part.tolist() for part in gathered] == [[0], [10, 11, 12]]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("HCCL_CONNECT_TIMEOUT", "60", "120"),
+        ("HCCL_CONNECT_TIMEOUT", "7201", "7200"),
+        ("HCCL_CONNECT_TIMEOUT", "2h", "200"),
+        ("HCCL_EXEC_TIMEOUT", "-1", "7200"),
+        ("HCCL_BUFFSIZE", "0", "300"),
+        ("HCCL_BUFFSIZE", "0.5", "1"),
+        ("HCCL_OP_EXPANSION_MODE", "aiv", "AIV"),
+        ("HCCL_DETERMINISTIC", "1", "strict"),
+    ],
+)
+@on_npu()
+def test_variables_of_hccl_have_rules(name, wrong, right, tmp_path):
+    """The first group refuses what HCCL's documentation does not permit, by name and value."""
+    import os
+
+    os.environ[name] = wrong
+    place = {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
+    with pytest.raises(ValueError, match=f"{name}={wrong}: "):
+        dist.init_process_group("cpu:gloo,npu:hccl", **place)
+    os.environ[name] = right
+    place["init_method"] += "2"
+    dist.init_process_group("cpu:gloo,npu:hccl", **place)
+    x = torch.ones(1, device="npu")
+    dist.all_reduce(x)
+    assert x.item() == 1
