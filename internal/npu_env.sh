@@ -22,8 +22,10 @@ export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
 export HCCL_NPU_SOCKET_PORT_RANGE="${HCCL_NPU_SOCKET_PORT_RANGE:-auto}"
 # Buffer of each communication group, MB, for sending and receiving: 235B has many groups, and the MoE exchange needs 300.
 export HCCL_BUFFSIZE="${HCCL_BUFFSIZE:-300}"
-# Expand collectives on the vector cores instead of the host: fewer launches in decoding, and more graph sizes fit.
-export HCCL_OP_EXPANSION_MODE="${HCCL_OP_EXPANSION_MODE:-AIV}"
+# Collectives of the rollout's TP on the vector cores: fewer launches in decoding. CANN documents AIV for one communication
+# domain at a time, so HCCL_OP_EXPANSION_MODE, which is for all, stays unset. Empty: TP too as CANN decides; AI_CPU or HOST: if
+# all-gathers time out.
+export HCCL_TP_EXPANSION_MODE="${HCCL_TP_EXPANSION_MODE-AIV}"
 
 # Operator launch: 1 with graphs, 2 without (2 cannot be captured). Recipes with graphs set 1.
 export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-2}"

@@ -17,6 +17,3 @@ export ENABLE_SAM="${ENABLE_SAM:-0}" NUM_SPECULATIVE_TOKENS="${NUM_SPECULATIVE_T
 export VLLM_SPECULATIVE_BATCH_SIZE_THRE="${VLLM_SPECULATIVE_BATCH_SIZE_THRE:-32}"
 # 1: optimise decode graphs with npugraph_ex, with kernels compiled for their sizes (docs/npu_options.md).
 export ENABLE_NPUGRAPH_EX="${ENABLE_NPUGRAPH_EX:-0}" ENABLE_STATIC_KERNEL="${ENABLE_STATIC_KERNEL:-0}"
-# Where collectives of the rollout's TP are expanded, overriding HCCL_OP_EXPANSION_MODE: HOST, AI_CPU or AIV. Try AI_CPU if
-# all-gathers time out.
-export HCCL_TP_EXPANSION_MODE="${HCCL_TP_EXPANSION_MODE:-}"

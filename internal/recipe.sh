@@ -88,7 +88,7 @@ dynamic_sampling() {
 }
 
 # Where it runs and where results go. A rollout of 32K responses takes up to two hours, during which ranks wait for each
-# other: verl's default of 600 s would end the run.
+# other: verl's default of 600 s would end the run. HCCL_TP_EXPANSION_MODE is where the rollout's TP expands its collectives.
 trainer() {
     ARGS+=(
         trainer.device=npu
@@ -101,11 +101,13 @@ trainer() {
         trainer.default_local_dir="$OUTPUT_DIR/checkpoints"
         hydra.run.dir="$OUTPUT_DIR/hydra"
     )
+    if [ -n "${HCCL_TP_EXPANSION_MODE:-}" ]; then
+        ARGS+=(+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.hccl_op_expansion_mode.tp="$HCCL_TP_EXPANSION_MODE")
+    fi
 }
 
 # vLLM with decode graphs. Reads MAX_PROMPT, MAX_RESPONSE, MAX_NUM_SEQS, GRAPH_SIZES and GPU_MEMORY, and of the environment
-# ENABLE_SAM, NUM_SPECULATIVE_TOKENS, ENABLE_NPUGRAPH_EX, ENABLE_STATIC_KERNEL and HCCL_TP_EXPANSION_MODE
-# (docs/npu_options.md).
+# ENABLE_SAM, NUM_SPECULATIVE_TOKENS, ENABLE_NPUGRAPH_EX and ENABLE_STATIC_KERNEL (docs/npu_options.md).
 rollout_with_graphs() {
     local vllm=+actor_rollout_ref.rollout.engine_kwargs.vllm
     ARGS+=(
@@ -129,9 +131,6 @@ rollout_with_graphs() {
     fi
     if [ "${ENABLE_NPUGRAPH_EX:-0}" = 1 ]; then ARGS+=("$vllm".additional_config.enable_npugraph_ex=True); fi
     if [ "${ENABLE_STATIC_KERNEL:-0}" = 1 ]; then ARGS+=("$vllm".additional_config.enable_static_kernel=True); fi
-    if [ -n "${HCCL_TP_EXPANSION_MODE:-}" ]; then
-        ARGS+=("$vllm".additional_config.hccl_op_expansion_mode.tp="$HCCL_TP_EXPANSION_MODE")
-    fi
 }
 
 # MindSpeed's options for any Megatron model. verl's `repatch` passes override_transformer_config to MindSpeed.

@@ -204,6 +204,11 @@ def test_overrides_that_spoil_a_run(rule, base, words, on_base):
 
 
 VARIABLES = [  # (rule, bash lines)
+    ("env.aiv_domains", "export HCCL_OP_EXPANSION_MODE=AIV"),
+    (
+        "env.aiv_domains",
+        "SET[+$rollout.engine_kwargs.vllm.additional_config.hccl_op_expansion_mode]='{tp:AIV,ep:AIV}'",
+    ),
     ("env.value", "export HCCL_OP_EXPANSION_MODE=aiv"),
     ("env.unread", "export VLLM_ASCEND_ENABLE_DENSE_OPTIMIZE=1"),
     ("env.port", "export HCCL_IF_BASE_PORT=65530"),

@@ -174,6 +174,13 @@ def model_of(name: str) -> tuple[int, int, int, int]:
     return next(shape for size, shape in MODELS.items() if f"_{size}_" in name)
 
 
+def environment_of(name: str) -> str:
+    """The environment script of a recipe, "qwen3_235b" of qwen3_235b_env.sh."""
+    return next(
+        kind for kind in ("qwen3_235b", "qwen3_32b", "qwen3_30b_a3b", "qwen2_5_3b") if f"_{kind}_" in name
+    )
+
+
 def test_the_matrix_is_complete():
     assert set(TWINS) < set(NAMES) and len(NAMES) == 12
 
@@ -202,9 +209,7 @@ def test_the_linter_has_nothing_against_it(name, monkeypatch):
     """Wherever this checkout is: one below /tmp is on no storage that nodes share."""
     for variable in ("MODEL_PATH", "DIST_CKPT_PATH", "OUTPUT_DIR"):
         monkeypatch.setenv(variable, f"/shared/{variable.lower()}")
-    kind = "2_5_3b" if "2_5" in name else next(kind for kind in ("235b", "30b_a3b", "32b") if kind in name)
-    environment = next(INTERNAL.glob(f"qwen*{kind}_env.sh"))
-    found = lint(INTERNAL / f"train_{name}.sh", environment)
+    found = lint(INTERNAL / f"train_{name}.sh", INTERNAL / f"{environment_of(name)}_env.sh")
     assert [finding for finding in found if finding.severity != "info"] == []
 
 
@@ -402,14 +407,26 @@ def test_what_is_missing_or_does_not_fit_is_said(tiny, root, tmp_path, name, var
     assert run.returncode == 1 and message in run.stderr and not run.stdout
 
 
-def test_environments_differ_between_a2_and_a3_and_yield_to_the_user():
-    def environment(name: str, **variables: str) -> dict[str, str]:
-        command = ["bash", "-euo", "pipefail", "-c", f". {INTERNAL}/{name}_env.sh; env -0"]
-        run = subprocess.run(
-            command, capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin"} | variables
-        )
-        return dict(entry.split("=", 1) for entry in run.stdout.split("\0") if "=" in entry)
+def environment(name: str, **variables: str) -> dict[str, str]:
+    """What an environment script exports."""
+    command = ["bash", "-euo", "pipefail", "-c", f". {INTERNAL}/{name}_env.sh; env -0"]
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin"} | variables
+    )
+    return dict(entry.split("=", 1) for entry in run.stdout.split("\0") if "=" in entry)
 
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_communication_domain_has_aiv(name):
+    """CANN documents AIV for one domain at a time; vllm-ascend#14928 hangs where all have it."""
+    variables = environment(environment_of(name))
+    assert "HCCL_OP_EXPANSION_MODE" not in variables  # of all domains of all processes
+    run = dry_run(name, **{key: variables[key] for key in variables if "EXPANSION" in key})
+    vllm = resolve(json.loads(run.stdout)["args"]).actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert vllm.additional_config.hccl_op_expansion_mode == {"tp": "AIV"}
+
+
+def test_environments_differ_between_a2_and_a3_and_yield_to_the_user():
     a3, a2 = environment("qwen3_235b"), environment("qwen3_235b", NPU_SERIES="a2")
     assert (a3["NPUS_PER_NODE"], a2["NPUS_PER_NODE"]) == ("16", "8")
     assert "HCCL_INTRA_ROCE_ENABLE" not in a3 and a2["HCCL_INTRA_ROCE_ENABLE"] == "0"

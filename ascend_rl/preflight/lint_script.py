@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ascend_rl.preflight.lint_setup import Setup, rule
+from ascend_rl.preflight.lint_setup import VLLM, Setup, as_mapping, rule
 from ascend_rl.preflight.pinned import mapping, sources
 from ascend_rl.preflight.tuning import table
 
@@ -282,6 +282,23 @@ def _(s):
         and s.variable("HCCL_EXEC_TIMEOUT", 1836) < 3600
     ):
         yield "$HCCL_EXEC_TIMEOUT", s.env.get("HCCL_EXEC_TIMEOUT", "not set (1836 s)")
+
+
+@rule(
+    "env.aiv_domains",
+    "warning",
+    "one communication domain of the rollout expands its collectives on the vector cores",
+    why="CANN documents AIV for one domain at a time; with several, collectives were reported to hang or to "
+    "time out (vllm-ascend#14928)",
+    fix="unset HCCL_OP_EXPANSION_MODE, and set additional_config.hccl_op_expansion_mode.tp=AIV",
+)
+def _(s):
+    if s.npu and s.env.get("HCCL_OP_EXPANSION_MODE") == "AIV":
+        yield "$HCCL_OP_EXPANSION_MODE", "AIV, for all domains of training and rollout"
+    where = "additional_config.hccl_op_expansion_mode"
+    modes = as_mapping(as_mapping(s.engine_options.get("additional_config")).get("hccl_op_expansion_mode"))
+    if len(domains := [domain for domain, mode in modes.items() if mode == "AIV"]) > 1:
+        yield f"{VLLM}.{where}", f"AIV for {', '.join(domains)}"
 
 
 @rule(

@@ -2,10 +2,10 @@
 # Environment of ROLL on Ascend, sourced before Ray starts. Each variable has its reason; set one beforehand to override it.
 # What differs between training and rollout (TASK_QUEUE_ENABLE, PYTORCH_NPU_ALLOC_CONF) is in internal/roll/conf/ascend.yaml.
 
-# Collectives: an hour for ranks that wait for others to load or generate; no deterministic order; expanded on the vector
-# cores; free ports, so that runs and processes on one node do not collide.
+# Collectives: an hour for ranks that wait for others to load or generate; no deterministic order; free ports, so that runs
+# and processes on one node do not collide. HCCL_OP_EXPANSION_MODE stays unset: AIV is for one communication domain at a time.
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-3600}" HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-3600}"
-export HCCL_DETERMINISTIC="${HCCL_DETERMINISTIC:-false}" HCCL_OP_EXPANSION_MODE="${HCCL_OP_EXPANSION_MODE:-AIV}"
+export HCCL_DETERMINISTIC="${HCCL_DETERMINISTIC:-false}"
 export HCCL_IF_BASE_PORT="${HCCL_IF_BASE_PORT:-23456}"
 export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
 export HCCL_NPU_SOCKET_PORT_RANGE="${HCCL_NPU_SOCKET_PORT_RANGE:-auto}"
