@@ -29,10 +29,11 @@ export HCCL_TP_EXPANSION_MODE="${HCCL_TP_EXPANSION_MODE-AIV}"
 
 # Operator launch: 1 with graphs, 2 without (2 cannot be captured). Recipes with graphs set 1.
 export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-2}"
-# Bind the threads of a process to the cores close to its die.
-export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-1}"
-# Off until tested on NPUs (docs/host_bound.md). CORE_BINDING=1: divide the CPUs by NUMA node between the dies (through
-# CPU_AFFINITY_CONF), vLLM's engine core and Ray; ROLLOUT_DISABLE_GC=1: no garbage collection within steps.
+# torch_npu binds nothing: without ranges it counts the dies that a process sees, and Ray shows a worker one, so that mode 1
+# gives each worker all CPUs and mode 2 puts all main threads on CPU 0 (docs/host_bound.md). CORE_BINDING binds by the node.
+export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-0}"
+# Off until tested on NPUs (docs/host_bound.md). CORE_BINDING=1: divide the CPUs by NUMA node between the dies, vLLM's engine
+# core and Ray; ROLLOUT_DISABLE_GC=1: no garbage collection within steps.
 export CORE_BINDING="${CORE_BINDING:-0}" ROLLOUT_DISABLE_GC="${ROLLOUT_DISABLE_GC:-0}"
 # Megatron requires it where tensor or context parallelism overlaps communication.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"

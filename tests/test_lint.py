@@ -204,6 +204,8 @@ def test_overrides_that_spoil_a_run(rule, base, words, on_base):
 
 
 VARIABLES = [  # (rule, bash lines)
+    ("env.cpu_affinity", "export CPU_AFFINITY_CONF=1"),
+    ("env.cpu_affinity", "export CPU_AFFINITY_CONF=mode:2"),
     ("env.aiv_domains", "export HCCL_OP_EXPANSION_MODE=AIV"),
     (
         "env.aiv_domains",
@@ -232,6 +234,13 @@ def test_flashcomm_needs_tp(on_base):
     script = on_base("fsdp", "export VLLM_ASCEND_ENABLE_FLASHCOMM1=1")
     one, two = (linter.lint(script, None, [f"{ROLLOUT}.tensor_model_parallel_size={tp}"]) for tp in (1, 2))
     assert "rollout.flashcomm" in checks(one) and "rollout.flashcomm" not in checks(two)
+
+
+@pytest.mark.parametrize(
+    "lines", ["CPU_AFFINITY_CONF=2 CORE_BINDING=1", "CPU_AFFINITY_CONF=1,npu0:3-4", "CPU_AFFINITY_CONF=0"]
+)
+def test_torch_npu_may_bind_to_ranges(lines, on_base):
+    assert checks(linter.lint(on_base("megatron", f"export {lines}"))) == set()
 
 
 def test_the_environment_script_comes_first(on_base, tmp_path):

@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from ascend_rl.preflight.lint import lint
+from ascend_rl.preflight.tuning import table
 
 INTERNAL = Path(__file__).resolve().parent.parent / "internal"
 NAMES = sorted(p.stem.removeprefix("train_") for p in INTERNAL.glob("train_*.sh") if "tiny" not in p.stem)
@@ -424,6 +425,15 @@ def test_one_communication_domain_has_aiv(name):
     run = dry_run(name, **{key: variables[key] for key in variables if "EXPANSION" in key})
     vllm = resolve(json.loads(run.stdout)["args"]).actor_rollout_ref.rollout.engine_kwargs.vllm
     assert vllm.additional_config.hccl_op_expansion_mode == {"tp": "AIV"}
+
+
+def test_torch_npu_is_told_to_bind_only_with_ranges():
+    """Without them it takes a Ray worker's die for number 0: mode 2 puts all main threads on CPU 0."""
+    (entry,) = (entry for entry in table() if entry.name == "CPU_AFFINITY_CONF")
+    assert entry.value == "0" and entry.advise is None
+    kinds = sorted({environment_of(name) for name in NAMES})
+    for name in (*kinds, "roll/roll"):
+        assert environment(name, ROOT=str(INTERNAL.parent))["CPU_AFFINITY_CONF"] == entry.value
 
 
 def test_environments_differ_between_a2_and_a3_and_yield_to_the_user():

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ascend_rl.host.core_binding import for_torch_npu
 from ascend_rl.preflight.lint_setup import VLLM, Setup, as_mapping, rule
 from ascend_rl.preflight.pinned import mapping, sources
 from ascend_rl.preflight.tuning import table
@@ -299,6 +300,20 @@ def _(s):
     modes = as_mapping(as_mapping(s.engine_options.get("additional_config")).get("hccl_op_expansion_mode"))
     if len(domains := [domain for domain, mode in modes.items() if mode == "AIV"]) > 1:
         yield f"{VLLM}.{where}", f"AIV for {', '.join(domains)}"
+
+
+@rule(
+    "env.cpu_affinity",
+    "warning",
+    "CPU_AFFINITY_CONF has ranges, or CORE_BINDING=1 adds them",
+    why="torch_npu divides the CPUs by the dies a process sees, and Ray shows a worker one: mode 1 then "
+    "allows it all CPUs, and mode 2 puts the main threads of all workers on CPU 0",
+    fix="export CPU_AFFINITY_CONF=0, or CORE_BINDING=1 as well (docs/host_bound.md)",
+)
+def _(s):
+    given = s.env.get("CPU_AFFINITY_CONF", "")
+    if s.npu and s.variable("CORE_BINDING") != 1 and for_torch_npu(given, [[0]]) not in (None, given):
+        yield "$CPU_AFFINITY_CONF", f"'{given}', without ranges"
 
 
 @rule(

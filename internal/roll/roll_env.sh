@@ -11,8 +11,9 @@ export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
 export HCCL_NPU_SOCKET_PORT_RANGE="${HCCL_NPU_SOCKET_PORT_RANGE:-auto}"
 # Let streams reuse each other's memory, and combine small operators.
 export MULTI_STREAM_MEMORY_REUSE="${MULTI_STREAM_MEMORY_REUSE:-1}" COMBINED_ENABLE="${COMBINED_ENABLE:-1}"
-# Bind processes to cores near their NPU; one OpenMP thread each, as there are many workers.
-export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-2}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# torch_npu binds nothing: Ray shows each worker one die, so that mode 2 would put all main threads on CPU 0
+# (docs/host_bound.md). One OpenMP thread each, as there are many workers.
+export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-0}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # vLLM: prefetch the MLP's weights; NZ format off, because weights in it cannot be updated.
 export VLLM_ASCEND_ENABLE_PREFETCH_MLP="${VLLM_ASCEND_ENABLE_PREFETCH_MLP:-1}"
 export VLLM_ASCEND_ENABLE_NZ="${VLLM_ASCEND_ENABLE_NZ:-0}"
