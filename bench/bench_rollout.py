@@ -5,7 +5,7 @@ Example:  python bench/bench_rollout.py            # 1.5 to 3 minutes; --quick u
 1. The model against the published tables: fitted rows and held-out rows.
 2. Placement, by how much is known about the prompts.
 3. All policies on five length models, on the same requests.
-4. Keeping samples together: what it saves in prefill and costs in balance. Servers with their own clocks.
+4. Queues sorted by siblings that have ended. Servers with their own clocks.
 5. The planner's time.
 The constants are those of bench/sim_rollout.py; docs/rollout_rebalance.md explains how they were fitted.
 """
@@ -575,28 +575,8 @@ def compare(make: dict[str, Callable[[int], Batch]], seeds: int, bars: list, dat
 
 
 def trade_offs(seeds: int, data: dict) -> None:
-    """Keeping samples together; servers with their own clocks and queues."""
-    print("\n4. Samples of a prompt kept together (earlier lengths, no moves): prefilled tokens, seconds")
-    data["together"] = {}
-    for prompt in (74, 2048):
-        for together in (1, 2, 4, 8, 16):
-            results = []
-            for seed in range(seeds):
-                batch = draw_lengths(256, 16, seed)
-                batch = replace(batch, prompt=np.full_like(batch.prompt, prompt))
-                placed = place(batch.group.tolist(), 32, earlier(batch), together)
-                results.append(simulate(batch, QWEN, placed.rank, placed.order))
-            row = (
-                mean(r.prefilled_tokens for r in results),
-                mean(r.makespan_s for r in results),
-                100 * mean(r.idle_share for r in results),
-            )
-            data["together"][f"{prompt}, {together}"] = row
-            print(
-                f"   prompts of {prompt:4} tokens, {together:2} together: {row[0]:9.0f} {row[1]:7.0f} s, "
-                f"idle {row[2]:5.2f}%"
-            )
-    print("\n   Replay, queues sorted by siblings that have ended in this step: seconds without, with")
+    """Siblings that have ended; servers with their own clocks and queues."""
+    print("\n4. Replay, queues sorted by siblings that have ended in this step: seconds without, with")
     data["siblings"] = {}
     for places in (128, 96, 64):
         few = replace(QWEN, max_num_seqs=places)

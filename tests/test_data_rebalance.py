@@ -27,10 +27,10 @@ def batches(draw):
 
 
 @settings(max_examples=100, deadline=None)
-@given(batches(), st.integers(1, 9), st.integers(1, 4), st.booleans())
-def test_counts_are_equal_and_the_order_is_restored(batch, ranks, together, known):
+@given(batches(), st.integers(1, 9), st.booleans())
+def test_counts_are_equal_and_the_order_is_restored(batch, ranks, known):
     groups, predicted = batch
-    placed = place(groups, ranks, predicted if known else None, together)
+    placed = place(groups, ranks, predicted if known else None)
     count = len(groups)
     assert placed.sizes.tolist() == [len(part) for part in np.array_split(np.arange(count), ranks)]
     assert np.bincount(placed.rank, minlength=ranks).tolist() == placed.sizes.tolist()
@@ -39,7 +39,7 @@ def test_counts_are_equal_and_the_order_is_restored(batch, ranks, together, know
     assert sorted(placed.order.tolist()) == list(range(count))
     for rank, part in enumerate(np.split(placed.order, np.cumsum(placed.sizes)[:-1])):
         assert (placed.rank[part] == rank).all()
-        if known and together == 1 and not np.isnan(predicted).any():
+        if known and not np.isnan(predicted).any():
             assert (np.diff(predicted[part]) <= 0).all()  # longest first
 
 
@@ -79,12 +79,11 @@ def test_unknown_lengths_give_the_interleaved_order(prompts, samples, ranks):
         assert placed.order.tolist() == interleaved.tolist()
 
 
-def test_siblings_are_on_different_ranks_unless_kept_together():
+def test_siblings_are_on_different_ranks():
     groups = [prompt for prompt in range(32) for _ in range(16)]
     for predicted in (None, np.repeat(np.arange(32.0), 16)):
-        for together, ranks_of_a_prompt in ((1, 16), (4, 4), (16, 1)):
-            rank = place(groups, 32, predicted, together).rank.reshape(32, 16)
-            assert {len(set(row)) for row in rank.tolist()} == {ranks_of_a_prompt}
+        rank = place(groups, 32, predicted).rank.reshape(32, 16)
+        assert {len(set(row)) for row in rank.tolist()} == {16}
 
 
 def test_partly_known_lengths_count_as_the_mean_of_the_known():

@@ -204,6 +204,11 @@ def test_overrides_that_spoil_a_run(rule, base, words, on_base):
 
 
 VARIABLES = [  # (rule, bash lines)
+    (
+        "rollout.eplb_slots",
+        "export VLLM_ENABLE_EPLB=1 ALL_TO_ALL_RESHARD=0 NNODES=16; SET[trainer.nnodes]=16; "
+        "SET[$rollout.data_parallel_size]=32 SET[$rollout.expert_parallel_size]=128",
+    ),
     ("env.cpu_affinity", "export CPU_AFFINITY_CONF=1"),
     ("env.cpu_affinity", "export CPU_AFFINITY_CONF=mode:2"),
     ("env.aiv_domains", "export HCCL_OP_EXPANSION_MODE=AIV"),

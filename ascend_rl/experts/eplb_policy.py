@@ -2,18 +2,23 @@
 
 Problem: a policy runs in a process of its own, and each rank waits for its answer. vllm-ascend logs a failure
 of this process and ends it; the ranks then wait for ever.
-Idea: the worker sends the traceback in place of the plan, and whoever waits also looks whether it is alive.
-Invariants (tests/test_eplb_policy.py, tests/patched/test_eplb_policy.py): a plan is returned as it was sent;
-a worker that failed, or is gone without an answer, raises where its answer is awaited.
+Idea: the worker sends the traceback in place of the plan, and whoever waits also looks whether it is alive. A
+placement is of use, not needed: if the worker of any rank has failed, no rank carries out its plan.
+Invariants (tests/test_eplb_policy.py, tests/patched/test_eplb_policy.py, tests/patched/test_npu_eplb.py): a
+plan is returned as it was sent; all ranks have a plan, or none has.
+Cost: one all-reduce of a number for a plan.
 """
 
 from __future__ import annotations
 
 import queue
+import sys
 import traceback
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from ascend_rl.experts.eplb import rebalance_table
 
@@ -56,3 +61,19 @@ def answer(results: Any, worker: Any, poll_s: float = 1.0) -> Any:
         if isinstance(result, Failure):
             raise RuntimeError(f"the EPLB worker failed:\n{result}")
         return result
+
+
+def plan_of_all(results: Any, worker: Any, device: torch.device) -> Any:
+    """What this rank's worker has planned; None on all ranks if that of any has failed. Called by all ranks.
+
+    The rank that has the reason prints it. Plans are parts of one move, with sends and receives, so
+    that none may be carried out alone; and a worker whose plan was not carried out knows the wrong placement.
+    """
+    try:
+        plan = answer(results, worker)
+    except RuntimeError as error:
+        print(f"EPLB: experts stay where they are, until the end: {error}", file=sys.stderr, flush=True)
+        plan = None
+    failed = torch.tensor([plan is None], dtype=torch.int32, device=device)
+    dist.all_reduce(failed)
+    return None if failed.item() else plan

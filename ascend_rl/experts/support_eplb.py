@@ -130,7 +130,7 @@ def conflicts(
         if given.get(key):
             yield f"{where}.{key}", "a static or recorded map is not dynamic EPLB", "leave it out"
     key = names.get(REDUNDANT, REDUNDANT)
-    redundant = given.get(key, 0)
+    redundant = redundant_experts(args)
     experts = getattr(model, "num_experts", None) or model.n_routed_experts
     if not _is_count(redundant, 0):
         yield (
@@ -148,6 +148,18 @@ def conflicts(
     elif (experts + redundant) // ranks > experts:
         fix = f"set it to {experts * (ranks - 1)} or less"
         yield f"{where}.{key}", "a rank would hold two copies of an expert", fix
+
+
+def redundant_experts(args: Mapping[str, Any]) -> Any:
+    """How many copies of experts these arguments ask for, as given; 0 if they say nothing.
+
+    >>> redundant_experts({"additional_config": {"eplb_config": {"num_redundant_experts": 8}}})
+    8
+    """
+    extra = _extra(args)
+    return (
+        extra.get(REDUNDANT, 0) if extra.get(GROUP) is None else extra[GROUP].get(GROUP_NAMES[REDUNDANT], 0)
+    )
 
 
 def _extra(args: Mapping[str, Any]) -> dict[str, Any]:

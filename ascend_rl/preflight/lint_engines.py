@@ -177,6 +177,21 @@ def _(s):
 
 
 @rule(
+    "rollout.eplb_slots",
+    "warning",
+    "with VLLM_ENABLE_EPLB=1 a rank holds more than one expert",
+    why="where each rank holds one expert, another order of the experts changes no rank's load",
+    fix="+...additional_config.init_redundancy_expert=128 for a copy on each of 128 ranks, or switch it off",
+)
+def _(s):
+    if s.variable(support_eplb.SWITCH) != 1 or s.model is None or not s.model.experts:
+        return
+    ranks = s.number(f"{ROLLOUT}.expert_parallel_size")
+    if s.model.experts + support_eplb.redundant_experts(s.engine_options) == ranks:
+        yield f"${support_eplb.SWITCH}", f"1, with {s.model.experts} experts on {ranks} ranks, none twice"
+
+
+@rule(
     "rollout.graph_mode",
     "warning",
     "graphs are captured as FULL_DECODE_ONLY",

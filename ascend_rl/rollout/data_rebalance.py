@@ -7,8 +7,7 @@ the second ones, and so on; whether the longest prompts are in one half of the b
 Idea: where lengths are known, from earlier steps or from siblings that have ended, deal the samples longest
 first in rounds, one to each rank; in a round the longest goes to the rank with least so far. Then about
 as many samples on each rank reach any length, and all ranks change to smaller graphs together. If nothing is
-known, the result is the interleaved order. ``together`` keeps samples of a prompt on one rank,
-which then prefills the prompt once.
+known, the result is the interleaved order.
 
 Invariants (tests/test_data_rebalance.py): ranks get equal counts, the first ones one more where it does not
 divide; ``order`` and ``inverse`` undo each other exactly; if all lengths are known, no two ranks differ by
@@ -66,23 +65,20 @@ def predict(
     return np.array([known.get(group, np.nan) for group in groups], dtype=float)
 
 
-def place(
-    groups: Sequence[Hashable], ranks: int, predicted: np.ndarray | None = None, together: int = 1
-) -> Placement:
+def place(groups: Sequence[Hashable], ranks: int, predicted: np.ndarray | None = None) -> Placement:
     """Deal samples to ranks.
 
     Args:
         groups: [N] the prompt of each sample, in any order; prompts may have different numbers of samples.
         predicted: [N] tokens, nan where unknown; None if nothing is known.
-        together: how many samples of a prompt stay on one rank, where counts allow.
 
     >>> place(["a", "a", "b", "b"], 2).rank.tolist()
     [0, 1, 0, 1]
     >>> place(["a", "a", "b", "b"], 2, np.array([9, 9, 1, 1])).rank.tolist()
     [0, 1, 0, 1]
     """
-    if ranks < 1 or together < 1:
-        raise ValueError(f"ranks={ranks} and together={together} must be at least 1")
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
     count = len(groups)
     sizes = np.full(ranks, count // ranks) + (np.arange(ranks) < count % ranks)
     column = _columns(groups)
@@ -91,13 +87,13 @@ def place(
         raise ValueError(f"predicted has shape {expected.shape}, there are {count} samples")
     if np.isnan(expected).all():
         # A stable sort by column is the interleaved order.
-        order = np.argsort(column // together, kind="stable")
+        order = np.argsort(column, kind="stable")
         rank = np.empty(count, dtype=np.int64)
         rank[order] = np.repeat(np.arange(ranks), sizes)
     else:
         expected = np.where(np.isnan(expected), np.nanmean(expected), expected)
         longest_first = np.argsort(-expected, kind="stable")
-        rank = _deal(expected, longest_first, sizes, together)
+        rank = _deal(expected, longest_first, sizes)
         order = longest_first[np.argsort(rank[longest_first], kind="stable")]
     inverse = np.empty(count, dtype=np.int64)
     inverse[order] = np.arange(count)
@@ -114,18 +110,16 @@ def _columns(groups: Sequence[Hashable]) -> np.ndarray:
     return column
 
 
-def _deal(expected: np.ndarray, order: np.ndarray, sizes: np.ndarray, together: int) -> np.ndarray:
-    """[N] ranks: rounds of one sample (or ``together`` of them) each, in ``order``."""
+def _deal(expected: np.ndarray, order: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """[N] ranks: rounds of one sample each, in ``order``."""
     rank = np.empty(len(order), dtype=np.int64)
     load, left = np.zeros(len(sizes)), sizes.copy()
     while len(order):
         turn = np.flatnonzero(left)
         turn = turn[np.argsort(load[turn], kind="stable")]  # the longest of a round to the least loaded
-        size = min(together, int(left[turn].min()))
-        target = np.repeat(turn, size)
-        part = order[: len(target)]
-        rank[part] = target
-        np.add.at(load, target, expected[part])
-        np.subtract.at(left, target, 1)
+        part = order[: len(turn)]
+        rank[part] = turn
+        load[turn] += expected[part]
+        left[turn] -= 1
         order = order[len(part) :]
     return rank
