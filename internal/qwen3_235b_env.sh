@@ -13,8 +13,10 @@ export USE_ALLTOALL_OVERLAP="${USE_ALLTOALL_OVERLAP:-1}"
 # After an update each die receives only its own rollout experts, instead of gathering all experts everywhere.
 export ALL_TO_ALL_RESHARD="${ALL_TO_ALL_RESHARD:-1}"
 
-# Off, as published. USE_HDP=1: ring attention only for sequences that need it, with micro-batches by tokens (docs/hdp.md).
+# Off. USE_HDP=1: ring attention only for sequences that need it, with micro-batches by tokens (docs/hdp.md).
 # VLLM_ENABLE_EPLB=1: balance the rollout's experts; needs ALL_TO_ALL_RESHARD=0, and copies of experts where a die holds one
 # (docs/eplb.md).
 # VLLM_FUSED_MOE_CHUNK_SIZE=8192: MoE layers of a prefill in chunks, for more KV cache (docs/training_memory.md).
+# ROLLOUT_REBALANCE_ENABLE=1: move unfinished requests between the engines of the rollout (docs/rollout_rebalance.md).
 export USE_HDP="${USE_HDP:-0}" VLLM_ENABLE_EPLB="${VLLM_ENABLE_EPLB:-0}"
+export ROLLOUT_REBALANCE_ENABLE="${ROLLOUT_REBALANCE_ENABLE:-0}"

@@ -11,9 +11,5 @@ export VLLM_ASCEND_ENABLE_PREFETCH_MLP="${VLLM_ASCEND_ENABLE_PREFETCH_MLP:-1}"
 # 1: move unfinished requests between the vLLM servers of a rollout (docs/rollout_rebalance.md). Not yet run on NPUs.
 export ROLLOUT_REBALANCE_ENABLE="${ROLLOUT_REBALANCE_ENABLE:-0}"
 
-# 1: draft NUM_SPECULATIVE_TOKENS tokens per step from text seen before. Drafting stops above a quarter of the recipes'
-# max_num_seqs requests, because larger batches gain nothing. Not yet run on NPUs.
-export ENABLE_SAM="${ENABLE_SAM:-0}" NUM_SPECULATIVE_TOKENS="${NUM_SPECULATIVE_TOKENS:-3}"
-export VLLM_SPECULATIVE_BATCH_SIZE_THRE="${VLLM_SPECULATIVE_BATCH_SIZE_THRE:-32}"
 # 1: optimise decode graphs with npugraph_ex, with kernels compiled for their sizes (docs/npu_options.md).
 export ENABLE_NPUGRAPH_EX="${ENABLE_NPUGRAPH_EX:-0}" ENABLE_STATIC_KERNEL="${ENABLE_STATIC_KERNEL:-0}"

@@ -121,12 +121,15 @@ rollout_with_graphs() {
         actor_rollout_ref.rollout.enforce_eager=False
         actor_rollout_ref.rollout.cudagraph_capture_sizes="$GRAPH_SIZES"
         "$vllm".compilation_config.cudagraph_mode=FULL_DECODE_ONLY
-        actor_rollout_ref.rollout.calculate_log_probs=True  # training/rollout_probs_diff_* shows whether it is the same model
+        actor_rollout_ref.rollout.calculate_log_probs=True  # to compare with the trainer's: is it the same model?
+        actor_rollout_ref.rollout.data_rebalance=True       # the samples of a prompt go to different servers
     )
+    # Drafts from text seen before, in batches of up to a quarter of max_num_seqs: larger ones gain nothing.
     if [ "${ENABLE_SAM:-0}" = 1 ]; then
         ARGS+=(
             "$vllm".speculative_config.method=sam
             "$vllm".speculative_config.num_speculative_tokens="${NUM_SPECULATIVE_TOKENS:-3}"
+            "$vllm".additional_config.bs_threshold_for_spec_decode=$((MAX_NUM_SEQS / 4))
         )
     fi
     if [ "${ENABLE_NPUGRAPH_EX:-0}" = 1 ]; then ARGS+=("$vllm".additional_config.enable_npugraph_ex=True); fi

@@ -41,6 +41,7 @@ ARGS=(
     actor_rollout_ref.actor.use_kl_loss=True
     actor_rollout_ref.actor.kl_loss_coef=0.001
     actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    actor_rollout_ref.actor.recompute_old_log_prob=False    # one update a step: the old log-probs are the new ones
     actor_rollout_ref.actor.entropy_coeff=0
     actor_rollout_ref.rollout.n=16
     actor_rollout_ref.rollout.temperature=0.9

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# train_gspo_qwen2_5_3b_8die_fsdp.sh as published for vLLM's async server, without checkpoints.
+# train_gspo_qwen2_5_3b_8die_fsdp.sh without checkpoints: verl 0.7.1 has no server but the async one.
 #
 # verl 0.7.1 has no other server, so everything else is the same.
 #

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from ascend_rl.preflight import published
 from ascend_rl.preflight.lint import lint
 from ascend_rl.preflight.tuning import table
 
@@ -106,6 +108,7 @@ TWINS = {
         | {
             "actor_rollout_ref.actor.use_kl_loss",
             "actor_rollout_ref.actor.kl_loss_coef",
+            "actor_rollout_ref.actor.recompute_old_log_prob",
             "data.train_batch_size",
         },
     ),
@@ -339,6 +342,28 @@ def test_published_parameters(configs, name, published):
         assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.001, "low_var_kl")
 
 
+@pytest.mark.parametrize(("page", "language"), [("recipes.md", "en"), ("recipes.zh.md", "zh")])
+def test_the_page_shows_what_differs_from_the_published_recipes(page, language):
+    text = (INTERNAL.parent / "docs" / page).read_text()
+    shown = text.partition("<!-- published -->\n")[2].partition("<!-- /published -->")[0]
+    assert shown == published.table(language)
+
+
+def test_a_difference_from_the_published_needs_a_reason(monkeypatch):
+    resolved = published.resolved
+    monkeypatch.setattr(
+        published, "resolved", lambda name, key: 2 if key == "rollout.n" else resolved(name, key)
+    )
+    with pytest.raises(ValueError, match=r"rollout.n: .*published 16"):
+        published.table("en")
+
+
+def test_nothing_else_is_said_to_be_as_published():
+    files = [*(INTERNAL.parent / "docs").glob("*.md"), *INTERNAL.rglob("*.sh"), INTERNAL.parent / "README.md"]
+    said = [file.name for file in files if re.search(r"\bas published|与公开方案一样", file.read_text())]
+    assert said == []
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_smoke_changes_sizes_only(lists, configs, name):
     plain, smoke = lists[name, False], lists[name, True]
@@ -457,6 +482,7 @@ def test_switches_of_the_rollout_reach_vllm():
         "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
         "speculative_config": {"method": "sam", "num_speculative_tokens": 4},
         "additional_config": {
+            "bs_threshold_for_spec_decode": 32,
             "enable_npugraph_ex": True,
             "enable_static_kernel": True,
             "hccl_op_expansion_mode": {"tp": "AI_CPU"},
