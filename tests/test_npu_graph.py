@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascend_rl.rollout.npu_graph import align_ends, static_kernels, static_sizes
+from ascend_rl.rollout.npu_graph import align_ends, plain_sizes, static_kernels, static_sizes
 
 
 @settings(deadline=None)
@@ -45,19 +45,30 @@ def test_static_sizes_with_drafts_are_multiples_of_a_request(sizes, limit, draft
     assert static_sizes(sizes, max_num_seqs=limit, drafts=drafts) == expected
 
 
+@given(st.lists(st.integers(1, 300), max_size=9), st.integers(1, 40), st.integers(1, 15))
+def test_ranks_that_share_their_sizes_find_those_of_each_other(sizes, limit, drafts):
+    """Without drafts a batch is padded to a size that graphs with drafts have, so that they go together."""
+    shared = plain_sizes(sizes, limit, drafts, shared=True)
+    drafted = static_sizes(sizes, limit, drafts)
+    assert shared == [size for size in drafted if size <= limit]
+    assert plain_sizes(sizes, limit, drafts, shared=False) == sorted({n for n in sizes if n <= limit})
+
+
 def configuration(enabled, speculative=None):
     return SimpleNamespace(
         additional_config={} if enabled is None else {"enable_static_kernel": enabled},
         speculative_config=speculative,
-        parallel_config=SimpleNamespace(local_world_size=4, data_parallel_size_local=2),
+        parallel_config=SimpleNamespace(local_world_size=4, data_parallel_size_local=2, data_parallel_size=1),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 8, 64]),
         scheduler_config=SimpleNamespace(max_num_seqs=16),
     )
 
 
-@pytest.mark.parametrize(("drafts", "sizes"), [(0, [1, 8]), (3, [4, 8, 64])])
-def test_kernels_are_compiled_for_the_graphs_on_all_ranks_of_the_node(drafts, sizes):
-    speculative = SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
+@pytest.mark.parametrize(("method", "drafts", "sizes"), [
+    (None, 0, [1, 8]), ("ngram", 3, [4, 8, 64]), ("sam", 3, [1, 4, 8, 64]),
+])  # fmt: skip
+def test_kernels_are_compiled_for_the_graphs_on_all_ranks_of_the_node(method, drafts, sizes):
+    speculative = SimpleNamespace(method=method, num_speculative_tokens=drafts) if method else None
     for environ, ranks in (({}, "8"), ({"LOCAL_WORLD_SIZE": "2"}, "2")):
         aclgraph = SimpleNamespace()
         static_kernels(aclgraph, configuration(True, speculative), environ)

@@ -1,4 +1,4 @@
-"""What decode graphs need on Ascend: aligned sequence ends, and static kernels for their sizes.
+"""What decode graphs need on Ascend: aligned sequence ends, sizes with and without drafts, static kernels.
 
 Problem: a graph is captured for a number of tokens and replayed for fewer. The fused attention operator
 (layout TND) wants the end of the last sequence to be the number of query tokens, padding included. Static
@@ -52,6 +52,33 @@ def static_sizes(capture_sizes: Iterable[int], max_num_seqs: int, drafts: int) -
     return sorted(size for size in kept if size <= min(top, max_num_seqs * each))
 
 
+def graphs_without_drafts(speculative: Any) -> bool:
+    """Whether steps without drafts have graphs of their own, given vLLM's SpeculativeConfig or None.
+
+    Only the drafter of method sam pads its drafts so that the others find a graph too.
+    """
+    return speculative is not None and speculative.method == "sam"
+
+
+def plain_sizes(capture_sizes: Iterable[int], max_num_seqs: int, drafts: int, shared: bool) -> list[int]:
+    """Tokens of the graphs for steps without drafts, ascending, where other steps have ``drafts`` a row.
+
+    Args:
+        capture_sizes: the sizes asked for, before vLLM rounds them up for drafts.
+        max_num_seqs: most rows of a batch.
+        drafts: drafted tokens of a row in the other graphs.
+        shared: data-parallel ranks compute each step with equal sizes, with drafts on some only; so these
+            sizes are those of `static_sizes` for drafts that a batch without drafts can have.
+
+    >>> plain_sizes([1, 2, 4, 8, 16], max_num_seqs=8, drafts=3, shared=False)
+    [1, 2, 4, 8]
+    >>> plain_sizes([1, 2, 4, 8, 16], max_num_seqs=8, drafts=3, shared=True)
+    [4, 8]
+    """
+    sizes = static_sizes(capture_sizes, max_num_seqs, drafts) if shared else sorted(set(capture_sizes))
+    return [size for size in sizes if size <= max_num_seqs]
+
+
 def static_kernels(aclgraph: Any, vllm_config: Any, environ: MutableMapping[str, str] | None = None) -> None:
     """Let torchair compile kernels for the sizes of decode graphs, if additional_config.enable_static_kernel.
 
@@ -65,10 +92,15 @@ def static_kernels(aclgraph: Any, vllm_config: Any, environ: MutableMapping[str,
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     aclgraph._aclnn_static_shape_kernel = True
     # Without sizes, each new number of prompt tokens is compiled for minutes in the middle of serving.
-    aclgraph._aclnn_static_shape_kernel_sym_value_range = static_sizes(
+    batches = (
         vllm_config.compilation_config.cudagraph_capture_sizes,
         vllm_config.scheduler_config.max_num_seqs,
         speculative.num_speculative_tokens if speculative else 0,
     )
+    plain = (
+        plain_sizes(*batches, parallel.data_parallel_size > 1) if graphs_without_drafts(speculative) else []
+    )
+    sizes = sorted({*static_sizes(*batches), *plain})
+    aclgraph._aclnn_static_shape_kernel_sym_value_range = sizes
     environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
     environ.setdefault("LOCAL_WORLD_SIZE", str(parallel.local_world_size * parallel.data_parallel_size_local))

@@ -77,6 +77,7 @@ class SamProposer:
 
     def __init__(self, num_speculative_tokens: int, max_model_len: int):
         self.drafter = SamDrafter(num_speculative_tokens)
+        self.tokens = num_speculative_tokens
         self.max_model_len = max_model_len
         self.steps = 0
         self.debts: dict[str, float] = {}  # of each request the drafter knows
@@ -86,13 +87,21 @@ class SamProposer:
     def load_model(self, *args, **kwargs) -> None:
         """Do nothing: there is no model."""
 
-    def propose(self, input_batch, requests: dict, sampled_token_ids: list[list[int]]) -> list[list[int]]:
+    def propose(
+        self,
+        input_batch,
+        requests: dict,
+        sampled_token_ids: list[list[int]],
+        graph_tokens: int | None = None,
+    ) -> list[list[int]]:
         """The drafts for the next step.
 
         Args:
             input_batch: the runner's InputBatch, with this step's tokens.
             requests: the runner's unfinished requests by id, with ``sampling_params``.
             sampled_token_ids: the tokens each row of the batch emitted in this step; empty within a prompt.
+            graph_tokens: tokens of the largest decode graph, if the next step replays one only with as many
+                drafted tokens in each row; None if drafts may have any lengths.
 
         Returns:
             a draft, possibly empty, for each row.
@@ -103,10 +112,33 @@ class SamProposer:
             del self.debts[request_id]
             self.drafted.discard(request_id)
         rows = enumerate(zip(input_batch.req_ids, sampled_token_ids, strict=True))
-        return [
+        drafts = [
             self._draft(request_id, row, len(sampled), input_batch, requests) if sampled else []
             for row, (request_id, sampled) in rows
         ]
+        if graph_tokens is None or not any(drafts) or not all(sampled_token_ids):
+            return drafts  # after a part of a prompt comes the next part, and no graph
+        return self._pad(drafts, input_batch, requests, graph_tokens)
+
+    def _pad(
+        self, drafts: list[list[int]], input_batch, requests: dict, graph_tokens: int
+    ) -> list[list[int]]:
+        """The drafts with num_speculative_tokens each, or none if that is impossible for some row.
+
+        Padding repeats the last token of the text. It is verified like any draft, so it changes nothing.
+        """
+        fits = len(drafts) * (1 + self.tokens) <= graph_tokens
+        for row, request_id in enumerate(input_batch.req_ids):
+            prompt, length = int(input_batch.num_prompt_tokens[row]), int(input_batch.num_tokens_no_spec[row])
+            params = requests[request_id].sampling_params
+            if length < min(self.max_model_len, prompt + params.max_tokens):  # else it has just finished
+                fits &= length + self.tokens < self.max_model_len and takes_drafts(params, length - prompt)
+            last = int(input_batch.token_ids_cpu[row, length - 1])
+            drafts[row] = drafts[row] + [last] * (self.tokens - len(drafts[row]))
+        if fits:
+            return drafts
+        self.drafted.clear()
+        return [[] for _ in drafts]
 
     def _draft(self, request_id: str, row: int, sampled: int, input_batch, requests: dict) -> list[int]:
         debt = self.debts.setdefault(request_id, self.usual_debt)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 ON = {"enable_static_kernel": True}
 CASES = [
-    # additional_config, speculative tokens, graph sizes, max_num_seqs
-    (ON, 0, [1, 2, 4, 8, 16], 8),
-    (ON, 3, [1, 2, 3, 6, 9, 13], 8),  # rounded up; 16 would be more than the largest
-    ({}, 3, [8], 8),
+    # additional_config, method, speculative tokens, graph sizes, max_num_seqs
+    (ON, None, 0, [1, 2, 4, 8, 16], 8),
+    (ON, "ngram", 3, [1, 2, 3, 6, 9, 13], 8),  # rounded up; 16 would be more than the largest
+    (ON, "sam", 3, [1, 2, 6, 9, 13], 8),  # and 1, 2, 6 for steps without drafts
+    ({}, "ngram", 3, [8], 8),
 ]
 
 
@@ -43,8 +44,8 @@ def compile_all(path: str, cases: list) -> list[dict]:
 
     from vllm.config import CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
     from vllm_ascend.compilation.compiler_interface import AscendCompiler
+    from vllm_ascend.compilation.decode_dispatcher import DecodeDispatcher
 
     def backend(compiler_config):
         asked.append(compiler_config)
@@ -53,13 +54,13 @@ def compile_all(path: str, cases: list) -> list[dict]:
     asked, answers = [], []
     sys.modules["torchair"] = ModuleType("torchair")
     sys.modules["torchair"].__dict__.update(CompilerConfig=torchair_options, get_npu_backend=backend)
-    for additional, drafts, sizes, most in cases:
+    for additional, method, drafts, sizes, most in cases:
         os.environ.pop("LOCAL_WORLD_SIZE", None)
         config = EngineArgs(
             path,
             max_model_len=512,
             max_num_seqs=most,
-            speculative_config=drafts and {"method": "ngram", "num_speculative_tokens": drafts} or None,
+            speculative_config=method and {"method": method, "num_speculative_tokens": drafts} or None,
             compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes},
             additional_config={"enable_npugraph_ex": True, "refresh": True, **additional},
         ).create_engine_config()
@@ -71,16 +72,16 @@ def compile_all(path: str, cases: list) -> list[dict]:
         kernels = options.experimental_config.aclgraph
 
         # Afterwards, when the runner knows its attention, vLLM settles the sizes of the graphs.
+        dispatcher = DecodeDispatcher(config)
         if drafts:
             config.compilation_config.adjust_cudagraph_sizes_for_spec_decode(1 + drafts, 1)
-        dispatcher = CudagraphDispatcher(config)
         dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, 1 + drafts)
         answers.append(
             {
                 "static": kernels._aclnn_static_shape_kernel,
                 "sizes": kernels._aclnn_static_shape_kernel_sym_value_range,
                 "ranks": os.environ.get("LOCAL_WORLD_SIZE"),
-                "graphs": sorted(key.num_tokens for key in dispatcher.cudagraph_keys[CUDAGraphMode.FULL]),
+                "graphs": sorted({key.num_tokens for key in dispatcher.cudagraph_keys[CUDAGraphMode.FULL]}),
                 "rest": [options.mode, options.debug.run_eagerly],
             }
         )
