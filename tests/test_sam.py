@@ -344,7 +344,8 @@ def test_the_table_knows_what_last_followed_the_last_tokens_and_how_reliably():
             kind = 2 * (sam.LENGTH_CLASSES + order) + again
             odds[kind] += ((guess == token) - odds[kind]) * sam.RATE
             known[context] = guess if again or guess == token else token, guess == token
-    np.testing.assert_allclose(drafter._odds[2 * sam.LENGTH_CLASSES :], odds[2 * sam.LENGTH_CLASSES :])
+    learned = slice(2 * sam.LENGTH_CLASSES, sam.EXPECTED)
+    np.testing.assert_allclose(drafter._odds[learned], odds[learned])
     assert len(known) > 500
     memory, right = drafter._memory, 0
     for context, (guess, again) in known.items():
@@ -377,3 +378,19 @@ def test_errors_say_what_to_do():
         with pytest.raises(ValueError, match="max_bytes"):
             SamDrafter(3, max_bytes=max_bytes)
     drafter.end("unknown")
+
+
+def test_expected_tokens_of_a_draft_are_about_those_that_are_right():
+    """On text whose next token follows in 3 of 4 cases; without a draft nothing is expected."""
+    rng, drafter = np.random.default_rng(0), sam.SamDrafter(4)
+    text, expected, right = [0], 0.0, 0
+    while len(text) < 6000:
+        text.append((text[-1] + 1) % 40 if rng.random() < 0.75 else int(rng.integers(0, 40)))
+    tokens = np.array(text, np.int32)
+    for n in range(3000, 5900):
+        draft = drafter.propose("a", tokens[:n], 1)
+        matches = draft == tokens[n : n + len(draft)]
+        expected += drafter.expected
+        right += len(draft) if matches.all() else int(matches.argmin())
+        assert len(draft) or drafter.expected == 0
+    assert 0.7 * right < expected < 1.3 * right

@@ -53,6 +53,7 @@ IDLE, ADDING, REDIRECTING = range(3)
 BUDGET, LEARNING, STARTS, LOOKAHEAD = 16384, 32, 12, 6
 # Odds: 16 classes of suffix length, then the table's contexts by length; each without and with AGAIN.
 LENGTH_CLASSES, RATE = 16, 1 / 64
+EXPECTED = -1  # the last of the odds is not one: the tokens of the latest draft that are expected to be right
 ORDERS, PLACES = 5, 1 << 21
 SEED = np.uint64(0x243F6A8885A308D3)  # any number that is not a token
 REPLACED, FULL, NEGATIVE = -1, -2, -3
@@ -496,7 +497,8 @@ def _draft(mem, odds, text, out, k, worth):
         others, their_value = _follow_table(mem, odds, text, out, k, worth)
         if their_value > value:
             _copy(out, 0, k, others)
-            return others
+            drafted, value = others, their_value
+    odds[EXPECTED] = value
     return drafted
 
 
@@ -555,6 +557,9 @@ class SamDrafter:
         max_bytes: limit for the texts of all requests, about 60 bytes a token, and 16 MiB for the table.
             Allocated as needed. When it is reached, texts of finished requests are dropped, then drafts stop.
         worth: a draft ends before a token whose odds of being accepted are lower than this.
+
+    Attributes:
+        expected: how many tokens of the latest draft are expected to be right, by what was learned so far.
     """
 
     def __init__(
@@ -585,7 +590,8 @@ class SamDrafter:
         self._memory[self._memory[TABLE] : first * CHUNK] = 0
         # Initial odds, close to those of mathematics and code.
         lengths = np.array([*range(LENGTH_CLASSES), *range(ORDERS + 1)])
-        self._odds = np.stack([lengths / (lengths + 2.5), (lengths / (lengths + 2.5)) ** 0.5], axis=1).ravel()
+        odds = np.stack([lengths / (lengths + 2.5), (lengths / (lengths + 2.5)) ** 0.5], axis=1).ravel()
+        self._odds = np.append(odds, 0.0)
         self._draft = np.empty(2 * num_speculative_tokens, dtype=np.int32)
         self._k, self._share, self._worth = num_speculative_tokens, share_groups, worth
         self._texts: dict[str, int] = {}
@@ -634,6 +640,7 @@ class SamDrafter:
                 n = 0
                 break
             n = _propose(self._memory, self._odds, text, tokens, self._draft, self._k, self._worth)
+        self.expected = float(self._odds[EXPECTED]) if n else 0.0
         return self._draft[:n].copy()
 
     def end(self, request_id: str) -> None:

@@ -1,31 +1,44 @@
-"""Draft with the suffix automaton inside a vLLM engine: for which requests, how many tokens, and how often.
+"""Draft with the suffix automaton inside a vLLM engine: for which requests, how many tokens, and when.
 
 `SamDrafter` predicts how a text continues. This module applies it to the runner's batch: a request gets a
 draft after each step that sampled a token for it, but never beyond its last token (max_tokens, the model's
 length), and not while its sampling needs something that is computed for one token a step (penalties, min_p,
 logit_bias, min_tokens not yet reached). This affects only speed, never what is emitted.
 
-The tokens of a rejected draft are computed for nothing. So each request keeps an account: a draft costs 1,
-each accepted token earns 1. The deeper a request is in debt, the more rarely it drafts: in every step up to
-FREE_DEBT, then in every second, fourth, ... down to every MAX_PERIOD-th. The count is in engine steps, so
-requests in debt draft in the same step, and the other steps run without the cost of verification. A request
-starts with the recent average debt of the others. One long accepted draft pays off all of its debt.
+The tokens of a rejected draft are computed for nothing, and a step takes as long as all its tokens need. So
+drafts are made for a whole step or not at all: if the tokens that they are expected to add, over the tokens
+that the step emits anyway, are at least the time they add, over the time without them. Times come from
+measured steps, interpolated to the number of tokens (`step_time`), padding to a graph included. What the
+drafter expects is corrected by how much of it came true lately. Drafts that promise too little are tried
+now and then, for at most ALLOWANCE of the time, so that what is known of them stays true. A large batch is
+looked at more rarely while drafts do not pay, about LOOK_ROWS requests a step.
 
-Cost of a step: O(new tokens) for requests that draft, O(1) for the others, which catch up later.
+Cost of a step: O(new tokens) for requests that are looked at; the others catch up later.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from ascend_rl.settings.switch import CannotWork
+from ascend_rl.speculation.bs_threshold_for_spec_decode import step_time
 from ascend_rl.speculation.sam import SamDrafter
 
 MAX_DRAFT_TOKENS = 128
 """MAX_SPEC_LEN of vLLM's rejection sampler."""
-FREE_DEBT = 2
-MAX_PERIOD = 128
-MAX_DEBT = FREE_DEBT + MAX_PERIOD.bit_length() - 1
+STEP_TIMES = {4: 15.0, 32: 19.0, 128: 23.0, 256: 32.0}
+"""{tokens of a decode step: time}, in any unit, as only ratios matter: one MatMul of a step as published, us
+(docs/npu_on_cpu.md). What a step takes besides makes drafts cheaper, so this rather underrates them."""
+LOOK_ROWS = 32
+FORGET = 1 / 50  # what each step with drafts forgets of the drafts before
+ALLOWANCE, MOST_ALLOWED = (
+    0.01,
+    1.0,
+)  # time to try drafts that promise too little: a step's share, and saved up
+OPTIONS = "sam_decoding"
+"""Key of additional_config: {"step_times": {"4": 15, "256": 32}, "worth": 0.03}."""
 OTHER_METHODS = (
     "model", "quantization", "draft_tensor_parallel_size", "max_model_len", "prompt_lookup_max",
     "prompt_lookup_min", "speculative_token_tree", "disable_by_batch_size",
@@ -51,13 +64,22 @@ def check_sam_config(config) -> None:
         )
 
 
-def period(debt: float) -> int:
-    """How many steps a request with this debt waits from one draft to the next.
+def measured_steps(given: Mapping | None) -> dict[int, float]:
+    """{tokens of a decode step: its time} from JSON, whose keys are strings; STEP_TIMES if there is none.
 
-    >>> [period(debt) for debt in (0, 2, 3, 4.5, 9, 20)]
-    [1, 1, 2, 4, 128, 128]
+    Raises:
+        CannotWork: fewer than two sizes, or numbers that are no sizes and times.
     """
-    return 1 << max(0, min(int(debt), MAX_DEBT) - FREE_DEBT)
+    try:
+        steps = {int(tokens): float(time) for tokens, time in (given or STEP_TIMES).items()}
+        if len(steps) < 2 or min(steps) < 1 or min(steps.values()) <= 0 or step_time(steps, 1) <= 0:
+            raise ValueError
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CannotWork(
+            f"additional_config.{OPTIONS}.step_times={given!r}: give measured times of decode steps by their "
+            'number of tokens, two at least, such as {"4": 15, "256": 32}'
+        ) from error
+    return steps
 
 
 def takes_drafts(params, output_tokens: int) -> bool:
@@ -73,16 +95,30 @@ def takes_drafts(params, output_tokens: int) -> bool:
 
 
 class SamProposer:
-    """The drafter for method ``sam`` in vLLM's model runners."""
+    """The drafter for method ``sam`` in vLLM's model runners.
 
-    def __init__(self, num_speculative_tokens: int, max_model_len: int):
-        self.drafter = SamDrafter(num_speculative_tokens)
+    Args:
+        num_speculative_tokens: the most tokens in a draft.
+        max_model_len: the most tokens of a request.
+        options: additional_config.sam_decoding, of ``step_times`` for `measured_steps` and ``worth`` of
+            `SamDrafter`.
+    """
+
+    def __init__(self, num_speculative_tokens: int, max_model_len: int, options: Mapping | None = None):
+        options = dict(options or {})
+        if unknown := options.keys() - {"step_times", "worth"}:
+            raise CannotWork(f"additional_config.{OPTIONS}: {sorted(unknown)} is none of step_times, worth")
+        self.times = measured_steps(options.pop("step_times", None))
+        self.drafter = SamDrafter(num_speculative_tokens, **options)
         self.tokens = num_speculative_tokens
         self.max_model_len = max_model_len
-        self.steps = 0
-        self.debts: dict[str, float] = {}  # of each request the drafter knows
-        self.drafted: set[str] = set()  # requests whose draft is being verified
-        self.usual_debt = 0.0
+        self.known: set[str] = set()  # requests the drafter knows
+        self.drafted: set[str] = set()  # requests whose drafts are being verified
+        self.expected = 0.0  # tokens of these drafts that should be right
+        self.came_true = self.promised = 0.0  # tokens of lately verified drafts: right, and expected right
+        self.wait = 0  # steps until the next look
+        self.allowed = MOST_ALLOWED  # time for trials, in steps
+        self.paid = 0.0  # for the drafts that are being verified, if they are a trial
 
     def load_model(self, *args, **kwargs) -> None:
         """Do nothing: there is no model."""
@@ -106,19 +142,63 @@ class SamProposer:
         Returns:
             a draft, possibly empty, for each row.
         """
-        self.steps += 1
-        for request_id in self.debts.keys() - requests.keys():
+        for request_id in self.known - requests.keys():
             self.drafter.end(request_id)
-            del self.debts[request_id]
-            self.drafted.discard(request_id)
-        rows = enumerate(zip(input_batch.req_ids, sampled_token_ids, strict=True))
-        drafts = [
-            self._draft(request_id, row, len(sampled), input_batch, requests) if sampled else []
-            for row, (request_id, sampled) in rows
-        ]
-        if graph_tokens is None or not any(drafts) or not all(sampled_token_ids):
-            return drafts  # after a part of a prompt comes the next part, and no graph
-        return self._pad(drafts, input_batch, requests, graph_tokens)
+        self.known &= requests.keys()
+        self._learn(input_batch.req_ids, sampled_token_ids)
+        none: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self.wait:
+            self.wait -= 1
+            return none
+        drafts, expected = [], 0.0
+        for row, (request_id, sampled) in enumerate(zip(input_batch.req_ids, sampled_token_ids, strict=True)):
+            drafts.append(self._draft(request_id, row, input_batch, requests) if sampled else [])
+            expected += self.drafter.expected if drafts[-1] else 0.0
+        if graph_tokens is not None and all(sampled_token_ids) and any(drafts):
+            drafts = self._pad(drafts, input_batch, requests, graph_tokens)
+        # After a part of a prompt comes the next part, and no graph.
+        tokens, rows = sum(map(len, drafts)), sum(map(bool, sampled_token_ids))
+        self.allowed = min(self.allowed + ALLOWANCE, MOST_ALLOWED)
+        price = self.price(rows, tokens)
+        trial = expected * self.trust < price * rows
+        if not tokens or (trial and price > self.allowed):
+            self.wait = rows // LOOK_ROWS
+            return none
+        if trial:
+            self.allowed, self.paid = self.allowed - price, price
+        self.expected = expected
+        self.drafted = {name for name, draft in zip(input_batch.req_ids, drafts, strict=True) if draft}
+        return drafts
+
+    @property
+    def trust(self) -> float:
+        """What to multiply expected tokens with: how many of those expected lately came true; at first 1."""
+        return (self.came_true + 1) / (self.promised + 1)
+
+    def price(self, rows: int, tokens: int) -> float:
+        """Time that ``tokens`` of drafts add to a step of ``rows``, over that of the step without them."""
+        return step_time(self.times, rows + tokens) / step_time(self.times, rows) - 1
+
+    def _learn(self, req_ids: list[str], sampled_token_ids: list[list[int]]) -> None:
+        """Compare what was emitted with what was expected. A trial gets its price back if it paid off."""
+        if not self.drafted:
+            return
+        lengths = [len(sampled) for sampled in sampled_token_ids if sampled]
+        right = sum(lengths) - len(lengths)
+        self.came_true = (1 - FORGET) * self.came_true + right
+        self.promised = (1 - FORGET) * self.promised + self.expected
+        self.allowed += min(self.paid, right / max(len(lengths), 1))
+        self.drafted, self.expected, self.paid = set(), 0.0, 0.0
+
+    def _draft(self, request_id: str, row: int, input_batch, requests: dict) -> list[int]:
+        self.known.add(request_id)
+        prompt, length = int(input_batch.num_prompt_tokens[row]), int(input_batch.num_tokens_no_spec[row])
+        params = requests[request_id].sampling_params
+        room = min(self.max_model_len, prompt + params.max_tokens) - length - 1
+        if room < 1 or not takes_drafts(params, length - prompt):
+            return []
+        tokens: np.ndarray = input_batch.token_ids_cpu[row, :length]
+        return self.drafter.propose(request_id, tokens, prompt)[:room].tolist()
 
     def _pad(
         self, drafts: list[list[int]], input_batch, requests: dict, graph_tokens: int
@@ -127,34 +207,12 @@ class SamProposer:
 
         Padding repeats the last token of the text. It is verified like any draft, so it changes nothing.
         """
-        fits = len(drafts) * (1 + self.tokens) <= graph_tokens
-        for row, request_id in enumerate(input_batch.req_ids):
+        fits, padded = len(drafts) * (1 + self.tokens) <= graph_tokens, []
+        for row, (request_id, draft) in enumerate(zip(input_batch.req_ids, drafts, strict=True)):
             prompt, length = int(input_batch.num_prompt_tokens[row]), int(input_batch.num_tokens_no_spec[row])
             params = requests[request_id].sampling_params
             if length < min(self.max_model_len, prompt + params.max_tokens):  # else it has just finished
                 fits &= length + self.tokens < self.max_model_len and takes_drafts(params, length - prompt)
             last = int(input_batch.token_ids_cpu[row, length - 1])
-            drafts[row] = drafts[row] + [last] * (self.tokens - len(drafts[row]))
-        if fits:
-            return drafts
-        self.drafted.clear()
-        return [[] for _ in drafts]
-
-    def _draft(self, request_id: str, row: int, sampled: int, input_batch, requests: dict) -> list[int]:
-        debt = self.debts.setdefault(request_id, self.usual_debt)
-        if request_id in self.drafted:
-            self.drafted.discard(request_id)
-            debt = self.debts[request_id] = min(max(debt + 2 - sampled, 0), MAX_DEBT)
-            self.usual_debt += 0.05 * (debt - self.usual_debt)
-        if self.steps % period(debt):
-            return []
-        prompt, length = int(input_batch.num_prompt_tokens[row]), int(input_batch.num_tokens_no_spec[row])
-        params = requests[request_id].sampling_params
-        room = min(self.max_model_len, prompt + params.max_tokens) - length - 1
-        if room < 1 or not takes_drafts(params, length - prompt):
-            return []
-        tokens: np.ndarray = input_batch.token_ids_cpu[row, :length]
-        draft = self.drafter.propose(request_id, tokens, prompt)[:room].tolist()
-        if draft:
-            self.drafted.add(request_id)
-        return draft
+            padded.append(draft + [last] * (self.tokens - len(draft)))
+        return padded if fits else [[] for _ in drafts]
