@@ -310,6 +310,31 @@ def test_preflight_comes_first(root, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_starting_again_keeps_what_earlier_starts_wrote(root, tmp_path):
+    """Log and metrics are set aside together, under the number of the start, before anything is started."""
+    out = tmp_path / "out"
+    (tmp_path / "train_it.sh").write_text("")
+    (tmp_path / "env.sh").write_text("echo started; exit 3")
+    command = ["bash", "ray_start_npu.sh", str(tmp_path / "train_it.sh"), str(tmp_path / "env.sh")]
+    variables = {"OUTPUT_DIR": str(out), "LOG_DIR": str(tmp_path / "logs"), "SKIP_PREFLIGHT": "1"}
+    out.mkdir()
+    for i in (1, 2, 3):
+        if i < 3:  # the third start finds no metrics: the second ended before its first step
+            (out / "metrics.jsonl").write_text(f"metrics of {i}")
+        (out / "train.log").write_text(f"log of {i}")
+        run = subprocess.run(command, cwd=root, env=os.environ | variables, capture_output=True, timeout=600)
+        assert run.returncode == 3, run.stderr
+        assert (out / "train.log").read_text() == "started\n"
+        (out / "train.log").unlink()
+    kept = {path.name: path.read_text() for path in out.iterdir()}
+    logs, metrics = (
+        {f"{name}.{i}.{end}": f"{what} of {i}" for i in (1, 2, 3)}
+        for name, end, what in (("train", "log", "log"), ("metrics", "jsonl", "metrics"))
+    )
+    del metrics["metrics.3.jsonl"]
+    assert kept == logs | metrics
+
+
 def test_a_port_to_be_served_later_is_none_that_a_connection_may_get_meanwhile():
     with socket.create_server(("127.0.0.1", 0)) as any_server:
         ports = {free_port() for _ in range(20)}

@@ -81,13 +81,34 @@ def test_metrics_are_read(run):
     assert report.validation(rows) == ([0, 6], [0.25, 0.5])  # the mean over data sources; acc is not a reward
 
 
+def test_a_run_that_was_started_again_is_one_run(tmp_path):
+    """Killed while writing step 5, resumed after step 3 (which it validates first), and once more after 5."""
+    rows, again = records(), {"val-core/tiny/reward/mean@1": 0.125}
+    first, second, third = rows[:5], rows[4:6], rows[6:]
+
+    def lines(found: list[dict]) -> str:
+        return "".join(json.dumps(row) + "\n" for row in found)
+
+    (tmp_path / "metrics.1.jsonl").write_text(lines(first) + '{"step":5,"data":{"critic/rew')
+    (tmp_path / "metrics.2.jsonl").write_text(lines([{"step": 3, "data": again}, *second]))
+    (tmp_path / "metrics.10.jsonl").write_text(lines(third))
+    (tmp_path / "metrics.jsonl").write_text("")
+    found = report.read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in found] == [0, 1, 2, 3, 3, 4, 5, 6]
+    # A start from the beginning is another run.
+    (tmp_path / "metrics.jsonl").write_text(lines(rows[:3]))
+    assert [row["step"] for row in report.read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    (tmp_path / "metrics.jsonl").write_text(lines(rows[1:3]))  # it does not validate first
+    assert [row["step"] for row in report.read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "metrics.jsonl is missing: did the run reach its first step"),
         ("", "holds no training step"),
         (json.dumps(records()[0]) + "\n", "holds no training step"),  # validation only
-        (json.dumps(records()[1]) + '\n{"step":2,"data":{"critic/rew', "line 2 is damaged"),
+        (json.dumps(records()[1]) + '\n{"step":2,"data":{"critic/rew\n', "line 2 is damaged"),
         (json.dumps(records()[1]) + "\n\n", "line 2 is damaged"),
         ('{"step":1}\n', "line 1 is damaged"),
         ("[1]\n", "line 1 is damaged"),

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from ascend_rl.settings.logs import LogFile
+
 PYTHON = sys.executable
 # As verl's progress arrives through Ray, for printf.
 STEP = r"(TaskRunner pid=7) \rTraining Progress:   4%%|#         | {}/80 [00:05<02:00,  1.6s/it]\n"
@@ -309,10 +311,47 @@ def test_the_run_goes_on_when_nobody_sees_the_bar(runner, make):
     assert runner.log.read_text() == "done\n"
 
 
-def test_a_log_that_cannot_be_written_ends_the_run(runner):
+def test_a_log_that_cannot_be_written_ends_no_run(runner):
+    """A full disk: said once, and the output goes on to the terminal."""
     runner.log = Path("/dev/full")
-    result = runner.run("bash", "-c", "while :; do echo line; sleep 0.1; done")
-    assert result.returncode == 1 and "the log cannot be written: No space left on device" in result.stderr
+    result = runner.run("bash", "-c", "for i in 1 2 3; do echo line $i; sleep 0.3; done; exit 5")
+    assert result.returncode == 5 and result.stdout == b"line 1\nline 2\nline 3\n"
+    assert result.stderr.count("WARNING: /dev/full cannot be written (No space left on device)") == 1
+
+
+def test_a_log_whose_device_is_lost_ends_nothing(capsys):
+    """EIO, as of a lost NFS server: of a terminal whose other side is gone, which cannot be opened again."""
+    ours, theirs = pty.openpty()
+    log = LogFile(Path(os.ttyname(theirs)), retry_s=0)
+    log.write(b"first\n")
+    os.close(theirs)
+    os.close(ours)
+    for _ in range(3):
+        log.write(b"line\n")
+    log.close()
+    assert capsys.readouterr().err.count("cannot be written (Input/output error)") == 1
+
+
+def test_a_log_that_can_be_written_again_says_what_it_lacks(tmp_path):
+    """On a disk of 64 KiB that is full for a while."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", small]).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        log = LogFile(small / "train.log", retry_s=0)
+        log.write(b"first\n")
+        (small / "big").write_bytes(b"x" * 56 * 1024)
+        for _ in range(3):
+            log.write(b"y" * 20_000 + b"\n")
+        (small / "big").unlink()
+        log.write(b"last\n")
+        log.close()
+        lines = (small / "train.log").read_bytes().splitlines()
+    finally:
+        subprocess.run(["umount", small], check=True)
+    assert lines[0] == b"first" and lines[-1] == b"last"
+    assert b"3 lines are missing here: No space left on device" in lines[-2]
 
 
 # What is left of the tree.

@@ -44,6 +44,7 @@ from ascend_rl.launch.launch_plan import (
 )
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 from ascend_rl.launch.supervise import descendants, processes, supervise
+from ascend_rl.settings.logs import set_aside
 from ascend_rl.settings.switch import CannotWork, switched_on
 
 MARK = "ASCEND_RL_LAUNCH"
@@ -293,9 +294,7 @@ def launch(plan: Plan) -> int:
     try:
         plan.log_dir.mkdir(parents=True, exist_ok=True)
         log_file(plan).parent.mkdir(parents=True, exist_ok=True)
-        log_file(plan).unlink(missing_ok=True)
-        if plan.role == "head":
-            (plan.output_dir / "metrics.jsonl").unlink(missing_ok=True)
+        set_aside([log_file(plan), *([plan.output_dir / "metrics.jsonl"] if plan.role == "head" else [])])
         if switched_on("SMOKE"):  # what its processes record, see ascend_rl/preflight/rehearsal.py
             record = plan.output_dir.resolve() / "record"
             shutil.rmtree(record, ignore_errors=True)
@@ -403,8 +402,8 @@ def keep_ray_logs(plan: Plan, directory: Path) -> None:
     """Save Ray's own logs of a failed run, which would be removed with its directory."""
     logs, kept = directory / "ray/session_latest/logs", plan.log_dir / "ray"
     if logs.is_dir():
-        shutil.rmtree(kept, ignore_errors=True)
         with contextlib.suppress(OSError, shutil.Error):
+            set_aside([kept])
             shutil.copytree(logs, kept)
             log(plan, f"Ray's logs of this node are in {kept}")
 

@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ascend_rl.rollout.rollout_progress import TERMINAL
+from ascend_rl.settings.logs import LogFile
 
 PR_SET_CHILD_SUBREAPER = 36
 # Names (/proc/PID/comm, cut to 15 characters) of processes that only end when a run does.
@@ -193,7 +194,7 @@ class Output:
     """Copies the command's output to the log, and to the terminal as text or as a progress bar."""
 
     def __init__(self, log: Path, metrics: Path | None, bar: bool):
-        self.log, self.metrics = log.open("ab", buffering=0), metrics
+        self.log, self.metrics = LogFile(log), metrics
         self.tail: deque[str] = deque(maxlen=25)
         self.step = self.total = 0
         self.progressed = self.started = time.monotonic()
@@ -202,7 +203,6 @@ class Output:
             from tqdm import tqdm
 
             self.bar = tqdm(total=0, desc="starting Ray, trainer and vLLM", bar_format="{desc} [{elapsed}]")
-        self.error: OSError | None = None
         self.redraw = 0.0
 
     def read(self, stream) -> None:
@@ -224,10 +224,7 @@ class Output:
 
     def take(self, line: bytes) -> None:
         """A line to the log, and what it says about the run."""
-        try:
-            self.log.write(OVERWRITTEN.sub(b"", line))
-        except OSError as error:  # a full disk; read on, or the command could not even end
-            self.error = self.error or error
+        self.log.write(OVERWRITTEN.sub(b"", line))
         text = line.decode(errors="replace").rstrip()
         if found := STEPS_SEEN.findall(text):
             step, total = map(int, found[-1])
@@ -349,8 +346,6 @@ def supervise(
                 code, why = 1, f"{died[1]} and the run did not end by itself"
             elif elsewhere := ended():
                 code, why = elsewhere
-            elif output.error:
-                code, why = 1, f"the log cannot be written: {output.error.strerror}"
             elif deadline_s and now - began_s > deadline_s:
                 code, why = EXIT_DEADLINE, f"not finished after {deadline_s:g} s"
             elif not output.step and start_s and now - began_s > start_s:

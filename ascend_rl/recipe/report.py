@@ -12,6 +12,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from ascend_rl.settings.logs import parts
+
 FINAL_STEPS = 5
 PHASES = {
     "gen": "rollout",
@@ -31,21 +33,38 @@ PROBS_DIFF = "training/rollout_probs_diff_max"
 def read_metrics(path: Path) -> list[dict]:
     """The records of verl's file logger as {"step": int, **metrics}; the logger writes NaN as null.
 
+    With those of earlier starts, which the launcher set aside beside it (metrics.1.jsonl and so on): each
+    start replaces what came before from its own first step on, so that one from the beginning replaces all.
+
     Raises:
         SystemExit: the file is missing, damaged or holds no training step.
     """
     rows: list[dict] = []
+    if not path.exists():
+        sys.exit(f"{path} is missing: did the run reach its first step? Its output is in train.log beside it")
+    for part in (*parts(path), path):
+        new = read_part(part)
+        if new:
+            first = new[0]["step"]
+            if REWARD not in new[0]:  # it validated what it goes on from
+                first += 1
+            rows = [row for row in rows if row["step"] < first > 1] + new
+    if not any(REWARD in row for row in rows):
+        sys.exit(f"{path} holds no training step; the run's output is in train.log beside it")
+    return rows
+
+
+def read_part(path: Path) -> list[dict]:
+    """The records of one start; the last line of one that was killed while writing is left out."""
+    rows: list[dict] = []
+    *lines, last = path.read_text().split("\n")
     try:
-        for line in path.read_text().splitlines():
+        for line in lines:
             record = json.loads(line)
             data = {key: math.nan if value is None else value for key, value in record["data"].items()}
             rows.append({"step": record["step"], **data})
-    except FileNotFoundError:
-        sys.exit(f"{path} is missing: did the run reach its first step? Its output is in train.log beside it")
     except (ValueError, KeyError, TypeError, AttributeError):
-        sys.exit(f"{path}, line {len(rows) + 1} is damaged: was the run killed while writing? Remove it")
-    if not any(REWARD in row for row in rows):
-        sys.exit(f"{path} holds no training step; the run's output is in train.log beside it")
+        sys.exit(f"{path}, line {len(rows) + 1} is damaged; remove it")
     return rows
 
 

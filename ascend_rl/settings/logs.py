@@ -1,0 +1,85 @@
+"""Files that a run writes for its user: never deleted, and never a reason to end the run.
+
+- `set_aside` makes room for a new start's train.log: the old one becomes train.1.log, that of the next start
+  train.2.log. Files of one start get one number. No file is ever removed, overwritten or renamed twice.
+- `LogFile` writes what it can. A full disk or a lost NFS server (ENOSPC, EIO, ESTALE) is said once on stderr;
+  after it the file is opened anew every few seconds, and gets a line that says how much is missing. A write
+  that blocks for ever (a hard NFS mount) blocks here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def parts(path: Path) -> list[Path]:
+    """What was set aside of a file, oldest first: metrics.jsonl -> metrics.1.jsonl, metrics.2.jsonl ..."""
+    found = {}
+    for each in path.parent.glob(f"{path.stem}.*{path.suffix}"):
+        number = each.name[len(path.stem) + 1 : len(each.name) - len(path.suffix)]
+        if number.isdigit():
+            found[int(number)] = each
+    return [found[number] for number in sorted(found)]
+
+
+def set_aside(paths: Iterable[Path]) -> None:
+    """Rename those of these files and directories that exist, all with the same new number.
+
+    Raises:
+        OSError: one cannot be renamed.
+    """
+    paths = list(paths)
+    taken = [part.name[len(path.stem) + 1 :].partition(".")[0] for path in paths for part in parts(path)]
+    number = max(map(int, taken), default=0) + 1
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
+
+
+class LogFile:
+    """A file that lines are appended to; `write` never raises."""
+
+    def __init__(self, path: Path, retry_s: float = 10.0):
+        self.path, self.retry_s = path, retry_s
+        self.file = path.open("ab", buffering=0)
+        self.lost, self.why, self.again = 0, "", 0.0
+
+    def write(self, line: bytes) -> None:
+        if self.why and time.monotonic() < self.again:
+            self.lost += 1
+            return
+        try:
+            if self.why:
+                self.close()
+                self.file = self.path.open("ab", buffering=0)
+            if self.lost:
+                self._write(f"\n[{self.lost} lines are missing here: {self.why}]\n".encode())
+                self.lost = 0
+            self._write(line)
+            self.why = ""
+        except OSError as error:
+            if not self.why:
+                with contextlib.suppress(OSError):
+                    print(
+                        f"WARNING: {self.path} cannot be written ({error.strerror}); the run goes on without",
+                        file=sys.stderr,
+                    )
+            self.lost, self.why = self.lost + 1, error.strerror or str(error)
+            self.again = time.monotonic() + self.retry_s
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            count = self.file.write(data)
+            if not count:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            data = data[count:]
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # NFS reports a failed write only here
+            self.file.close()
