@@ -1,0 +1,142 @@
+"""Checkpoints of verl's trainer that a kill cannot spoil: written aside, renamed when they are complete.
+
+verl writes into global_step_N, then N into latest_checkpointed_iteration.txt, in place. A kill in between
+leaves a tracker that is empty (the next start stops with a ValueError); with max_actor_ckpt_to_keep=1 its workers
+delete the previous checkpoint before the tracker names the new one (the next start begins at step 0, and says
+so in one line); after a restart nothing older is deleted, and the disk fills.
+
+    begin    global_step_N.partial, in which workers and trainer write
+    commit   sync -> rename to global_step_N -> the tracker, by rename -> delete all but the last KEEP
+    latest   the checkpoint to go on from: the tracker's, else the newest complete one
+
+Invariants (tests/test_checkpoints.py, killed at every step of `commit`): a directory named global_step_N is
+complete; `latest` finds one as soon as there was one, and never an older one than before; nothing is deleted
+but complete checkpoints beyond KEEP and partial ones that are older than a complete one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+TRACKER, PARTIAL, REPLACED = "latest_checkpointed_iteration.txt", ".partial", ".replaced"
+SHARD = re.compile(r"(.+)_world_size_(\d+)_rank_(\d+)\.pt")
+
+
+class IncompleteCheckpoint(RuntimeError):
+    """Which files are missing."""
+
+
+def step_of(path: Path) -> int:
+    """N of global_step_N; -1 for any other name."""
+    found = re.fullmatch(r"global_step_(\d+)", path.name)
+    return int(found.group(1)) if found else -1
+
+
+def complete(directory: Path) -> list[Path]:
+    """All complete checkpoints, oldest step first."""
+    if not directory.is_dir():
+        return []
+    return sorted((p for p in directory.iterdir() if step_of(p) >= 0 and p.is_dir()), key=step_of)
+
+
+def begin(directory: str, step: int) -> str:
+    """The directory in which to write the checkpoint of a step, empty."""
+    partial = Path(directory, f"global_step_{step}{PARTIAL}").absolute()
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    return str(partial)
+
+
+def commit(partial: str, keep: int | None = None) -> None:
+    """Make a checkpoint that is completely written the latest one.
+
+    Args:
+        partial: what `begin` returned.
+        keep: how many checkpoints to keep, this one included; None or 0: all.
+
+    Raises:
+        IncompleteCheckpoint: files of some ranks are not there.
+    """
+    source = Path(partial)
+    final, directory = source.with_suffix(""), source.parent
+    check_shards(source)
+    sync(source)
+    if final.exists():  # a run that went on from an earlier step saves this one again
+        replaced = final.with_name(final.name + REPLACED)
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    source.rename(final)
+    sync_directory(directory)
+    tracker = directory / TRACKER
+    written = tracker.with_name(f"{TRACKER}.new")
+    with written.open("w") as file:
+        file.write(str(step_of(final)))
+        file.flush()
+        os.fsync(file.fileno())
+    written.replace(tracker)
+    sync_directory(directory)
+    remove_old(directory, step_of(final), keep)
+
+
+def check_shards(directory: Path) -> None:
+    """FSDP's shards are named by rank: all must be there. They are not where storage is not shared."""
+    ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for path in directory.glob("*/*.pt"):
+        if found := SHARD.fullmatch(path.name):
+            ranks[f"{path.parent.name}/{found.group(1)}", int(found.group(2))].add(int(found.group(3)))
+    for (name, world_size), present in ranks.items():
+        missing = sorted(set(range(world_size)) - present)
+        if missing:
+            ranks_missing = ", ".join(map(str, missing[:8])) + " ..." * (len(missing) > 8)
+            raise IncompleteCheckpoint(
+                f"{directory}: {name} of rank {ranks_missing} of {world_size} is missing; "
+                "trainer.default_local_dir must be on storage that all nodes share"
+            )
+
+
+def sync(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        if path.is_file():
+            sync_directory(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until a file or the names in a directory are on the disk, where the file system can tell."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_old(directory: Path, step: int, keep: int | None) -> None:
+    """Of the checkpoints up to a step, keep the last ones; nothing partial from before it."""
+    older = [path for path in complete(directory) if step_of(path) <= step]
+    for path in older[: -keep or None] if keep else []:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob(f"global_step_*{PARTIAL}"):
+        if 0 <= step_of(path.with_suffix("")) <= step:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob(f"global_step_*{REPLACED}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def latest(directory: str) -> str | None:
+    """The checkpoint to go on from, or None: the one that the tracker names, else the newest complete one."""
+    root = Path(directory).absolute()
+    for path in root.glob(f"global_step_*{REPLACED}"):
+        if not path.with_suffix("").exists():  # killed between the two renames
+            path.rename(path.with_suffix(""))
+    found = complete(root)
+    with contextlib.suppress(OSError, ValueError):
+        step = int(Path(directory, TRACKER).read_text())
+        # Between a rename and the tracker the new checkpoint is complete already, but either will do.
+        found = [path for path in found if step_of(path) == step] or found
+    return str(found[-1]) if found else None
