@@ -36,6 +36,7 @@
 #   RUN_DEADLINE_S, STALL_DEADLINE_S, START_DEADLINE_S
 #                        longest run, time between steps, time to the first step; 0 means no limit (0, 600, 900;
 #                        on NPU nodes 0, 14400, 14400)
+#   RESTARTS             starts after a failure, each from the last checkpoint (0; docs/resilience.md)
 #   PROGRESS=1           a progress bar instead of the output; the output is in OUTPUT_DIR/train.log either way
 #   SKIP_PREFLIGHT=1     start without the checks
 #   SMOKE=1              rehearse TRAIN_SCRIPT on a tiny model, on this node, without NPUs (docs/rehearsal.md)

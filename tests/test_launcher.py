@@ -292,6 +292,37 @@ def test_a_worker_whose_ray_is_killed(hosts):
     assert worker.end()[0] == 1
 
 
+def test_a_run_is_started_again_until_the_same_step_fails_twice(hosts, tmp_path):
+    """First a worker loses its Ray at step 3, then training fails at step 5, and again at step 5.
+
+    Each start goes on with all nodes, and its log stays.
+    """
+    h = hosts(2)
+    script = f"""
+        echo start >>{tmp_path}/starts
+        step() {{ printf 'Training Progress: 1%%|#| %s/9 [00:05<02:00]\n' $1; }}
+        step 3
+        if [ "$(wc -l <{tmp_path}/starts)" = 1 ]; then echo WAITING; sleep 300; fi
+        step 5
+        sleep 1
+        exit 7
+    """
+    head, worker = h.launch(1, script, "--restarts", "5"), h.launch(2, "", "--restarts", "5")
+    head.until("WAITING")
+    os.kill(next(pid for pid, name in h.processes(2).items() if name == "raylet"), signal.SIGKILL)
+    code, text = head.end()
+    assert code == 7, text
+    assert f"it failed after step 3 (node {NAME} ({h.address(2)}) ended with status 1" in text
+    assert "it failed after step 5 (status 7); start 3 of at most 6 follows and goes on from the last" in text
+    assert "not started again: it failed twice at step 5: a third time would be no different" in text
+    code, text = worker.end()
+    assert code == 7 and text.count(f"the head {h.address(1)} is here") == 3, text
+    assert (tmp_path / "starts").read_text() == 3 * "start\n"
+    logs = sorted(path.name for path in (tmp_path / "out").glob("train*.log"))
+    assert logs == ["train.1.log", "train.2.log", "train.log"]
+    assert "WAITING" in (tmp_path / "out/train.1.log").read_text()
+
+
 # Before Ray starts.
 
 

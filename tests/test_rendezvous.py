@@ -190,3 +190,25 @@ def test_a_deadline_without_a_head_says_what_answered():
     sentence = f"after 0.2 s no head at 127.0.0.1 port {port}: .*refused.*this node has: x"
     with pytest.raises(RendezvousError, match=sentence):
         Worker("127.0.0.1", port, TOKEN, node("b"), 5).join(0.2, print)
+
+
+def test_an_end_that_is_not_final_leaves_room_for_the_next_start(cluster):
+    """A worker that fails hears what the head makes of it; one that its user stopped ends all for good."""
+    c = cluster(2)
+    w = c.worker("b")
+    c.join(w)
+    threading.Thread(target=lambda: w.finish(1, "", final=False), daemon=True).start()
+    wait_for(c.head.ended)
+    assert not c.head.final()
+    c.head.announce(1, "", final=False)
+    wait_for(w.ended)
+    assert not w.final()
+    with pytest.raises(OSError):  # not to the head that has ended
+        c.worker("b")._connect()
+    again = Cluster(2)
+    w = again.worker("b")
+    again.join(w)
+    w.finish(130, "")
+    wait_for(again.head.ended)
+    assert again.head.final()
+    again.head.finish(1, "", 0)

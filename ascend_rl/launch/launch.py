@@ -8,6 +8,7 @@ and leaves nothing behind. This module puts them in order:
 2. meet: the head waits for the other launchers, a worker for the head.
 3. run, supervised: source ENV_SCRIPT, then launch_node: Ray, and on the head TRAIN_SCRIPT.
 4. end: the head's status is TRAIN_SCRIPT's, a worker's is the head's. A node that is lost ends all.
+5. with --restarts: after a failure, again from 1, until nothing fails or the same step failed twice.
 
 A launch is a directory in TMPDIR with launch.json in it, locked (flock) for as long as its launcher lives,
 and named by ASCEND_RL_LAUNCH in the environment of whatever it starts. --status and --stop go by these.
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -43,7 +45,7 @@ from ascend_rl.launch.launch_plan import (
     read_cluster_file,
 )
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
-from ascend_rl.launch.supervise import descendants, processes, supervise
+from ascend_rl.launch.supervise import Ending, descendants, processes, supervise
 from ascend_rl.settings.logs import set_aside
 from ascend_rl.settings.switch import CannotWork, switched_on
 
@@ -287,8 +289,54 @@ def check_inputs(plan: Plan) -> None:
 # The run.
 
 
+class Restarts:
+    """Whether to start again after a failure, and why not.
+
+    >>> restarts = Restarts(5)
+    >>> [restarts.refusal(Ending(1, step)) for step in (3, 8, 8)]
+    ['', '', 'it failed twice at step 8: a third time would be no different']
+    >>> restarts.refusal(Ending(130, 9, "stopped by SIGINT", meant=True))
+    'it was stopped'
+    """
+
+    def __init__(self, allowed: int):
+        self.allowed, self.done = allowed, 0
+        self.failed_at = -1
+
+    def refusal(self, ending: Ending) -> str:
+        """Why not to start again after this end; "" to start again."""
+        if not ending.code:
+            return "it is done"
+        if ending.meant:
+            return "it was stopped"
+        if self.done >= self.allowed:
+            return f"it was started again {self.done} times, as often as RESTARTS allows"
+        if ending.step == self.failed_at:
+            where = f"at step {ending.step}" if ending.step else "before its first step"
+            return f"it failed twice {where}: a third time would be no different"
+        self.failed_at = ending.step
+        self.done += 1
+        return ""
+
+
 def launch(plan: Plan) -> int:
-    """Run everything on this node; returns the exit status."""
+    """Run everything on this node, again after failures where RESTARTS allows; returns the exit status."""
+    restarts = Restarts(int(plan.settings["RESTARTS"]))
+    for name in LAUNCHERS_OWN:
+        os.environ.pop(name, None)
+    os.environ.update(plan.environment())
+    code, again = start(plan, restarts)
+    while again:
+        stop_by_signals()  # supervise() has taken its own measures
+        code, again = start(plan, restarts)
+    if switched_on("SMOKE") and not code:
+        told = [plan.script, str(plan.output_dir), "--environment", plan.env_script or ""]
+        code = subprocess.run([sys.executable, "-m", "ascend_rl.rehearsal", *told]).returncode
+    return code
+
+
+def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
+    """One start, from the checks to the end; returns the exit status, and whether to start again."""
     check_node(plan)
     preflight(plan)
     try:
@@ -305,30 +353,50 @@ def launch(plan: Plan) -> int:
         raise CannotWork(
             f"{error.filename} cannot be written: {error.strerror}; set OUTPUT_DIR and LOG_DIR"
         ) from error
-    for name in LAUNCHERS_OWN:
-        os.environ.pop(name, None)
-    os.environ.update(plan.environment())
     if plan.role == "head" and plan.settings["DASHBOARD_PORT"]:
         where = f"{plan.settings['DASHBOARD_HOST']}:{plan.settings['DASHBOARD_PORT']}"
         log(plan, f"Ray's dashboard: http://{where}, which asks for the cluster token")
     with registered(plan) as directory:
-        code = 1
+        code, again = 1, False
         try:
             if plan.nnodes == 1:
-                code = supervised(plan, directory, [plan.address])
+                code, again = alone(plan, directory, restarts)
             else:
-                code = together(plan, directory)
+                code, again = together(plan, directory, restarts)
         finally:
             if code:
                 keep_ray_logs(plan, directory)
-    if switched_on("SMOKE") and not code:
-        told = [plan.script, str(plan.output_dir), "--environment", plan.env_script or ""]
-        code = subprocess.run([sys.executable, "-m", "ascend_rl.rehearsal", *told]).returncode
-    return code
+    return code, again
 
 
-def together(plan: Plan, directory: Path) -> int:
-    """Run with the other nodes: meet, run until any of them ends, tell the others."""
+def decide(plan: Plan, restarts: Restarts, ending: Ending) -> bool:
+    """Whether this node, the head or a single one, starts again; said in the log of the run that ended."""
+    refusal = restarts.refusal(ending)
+    why = ending.why or f"status {ending.code}"
+    if not refusal:
+        log(
+            plan,
+            f"it failed after step {ending.step} ({why}); start {restarts.done + 1} of at most "
+            f"{restarts.allowed + 1} follows and goes on from the last checkpoint",
+        )
+    elif restarts.allowed and ending.code:
+        log(plan, f"not started again: {refusal} ({why})")
+    return not refusal
+
+
+def alone(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool]:
+    """Run on this node only."""
+    endings: list[Ending] = []
+    code = supervised(plan, directory, [plan.address], leaving=endings.append)
+    return code, decide(plan, restarts, endings[0])
+
+
+def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool]:
+    """Run with the other nodes: meet, run until any of them ends, tell the others.
+
+    The head decides whether all start again. A worker does so unless it hears that the end is final: a head
+    that is lost may be there again.
+    """
     me = {
         "name": socket.gethostname(),
         "address": plan.address,
@@ -339,6 +407,7 @@ def together(plan: Plan, directory: Path) -> int:
             "NNODES": plan.nnodes,
             "NPUS_PER_NODE": plan.npus,
             "RAY_PORT": plan.ray_port,
+            "RESTARTS": restarts.allowed,
         },
     }
     silence_s, deadline_s = plan.seconds("LOST_DEADLINE_S"), plan.seconds("NODES_DEADLINE_S")
@@ -347,7 +416,17 @@ def together(plan: Plan, directory: Path) -> int:
         f"this node, {plan.address}, is {'the head' if plan.role == 'head' else 'a worker'} "
         f"of {plan.nnodes} nodes with {plan.npus} NPUs each",
     )
-    code, why = 1, ""
+    code, why, again = 1, "", False
+
+    def leaving(ending: Ending) -> None:
+        nonlocal again
+        if plan.role == "head":
+            meant = ending.meant or side.final()
+            again = decide(plan, restarts, replace(ending, meant=meant))
+            side.announce(ending.code, why, final=not again)
+        else:
+            again = bool(restarts.allowed and ending.code and not ending.meant)
+
     if plan.role == "head":
         side = Head(plan.address, plan.launch_port, plan.token, me, plan.nnodes, silence_s)
     else:
@@ -358,18 +437,21 @@ def together(plan: Plan, directory: Path) -> int:
         else:
             addresses = side.join(deadline_s, lambda text: log(plan, text))
         why = f"(its log there: {log_file(plan)})"
-        code = supervised(plan, directory, addresses, side.ended, lambda code: side.announce(code, why))
+        code = supervised(plan, directory, addresses, side.ended, leaving)
     except (RendezvousError, Stopped) as error:
         code, why = error.status, f"({error})"
         raise
     finally:
-        if late := side.finish(code, why):
+        if plan.role == "worker":
+            side.finish(code, why, final=not again)
+            again = again and not side.final()
+        elif late := side.finish(code, why):
             log(plan, f"these nodes did not confirm the end: {', '.join(late)}")
-    return code
+    return code, again
 
 
 def supervised(
-    plan: Plan, directory: Path, addresses: list[str], ended=lambda: None, leaving=lambda code: None
+    plan: Plan, directory: Path, addresses: list[str], ended=lambda: None, leaving=lambda ending: None
 ) -> int:
     """Run launch_node to its end, or to that of another node; the head tells the others at once."""
     is_head = plan.role == "head"
@@ -384,7 +466,7 @@ def supervised(
     }
     command = ["bash", "-c", INSIDE, "bash", str(ROOT), plan.env_script, json.dumps(job)]
     if not is_head:
-        return supervise(command, log_file(plan), ended=ended)
+        return supervise(command, log_file(plan), ended=ended, leaving=leaving)
     return supervise(
         command,
         log_file(plan),

@@ -64,6 +64,7 @@ SETTINGS = dict.fromkeys(
     "RAY_DEADLINE_S": "900",
     "LOST_DEADLINE_S": "60",
     "RUN_DEADLINE_S": "0",
+    "RESTARTS": "0",
     # A step of a large model with long responses takes more than an hour, and so may loading it.
     "STALL_DEADLINE_S": "14400" if npus_here() else "600",
     "START_DEADLINE_S": "14400" if npus_here() else "900",
@@ -400,6 +401,7 @@ def make_plan(
             raise CannotWork(f"{name} must be seconds, it is '{settings[name]}'")
     for name in SWITCHES:
         switched_on(name, settings)
+    number(settings, "RESTARTS", 0, 0, 1000)
     listed = len(settings["NODES"].replace(",", " ").split())
     nnodes = number(settings, "NNODES", listed or 1)
     if listed not in (0, nnodes):

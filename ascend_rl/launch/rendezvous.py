@@ -9,7 +9,7 @@ interface, each worker connects, and the connection stays open until the end.
 - A node is refused, with the reason, if its settings differ from the head's, it is there already, or the
   cluster is full.
 - A closed connection, or `silence_s` without a sign of life (a pulled cable, a frozen machine), is an end.
-- The end carries an exit status, in both directions.
+- The end carries an exit status, in both directions, and whether it is final or the node starts again.
 
 Messages are JSON objects, one a line. Costs two threads a connection. Standard library only; used by
 launch.py, tested in tests/test_rendezvous.py, and between hosts in tests/test_launcher.py.
@@ -52,6 +52,7 @@ class Link:
         self.socket, self.reader, self.lock = connection, connection.makefile("rb"), threading.Lock()
         self.go: dict | None = None  # what the head said when all nodes were there
         self.ended: tuple[int, str] | None = None  # the other side's exit status, and why
+        self.final = True  # of an end: whether the other side will not start again
         self.lost = ""  # why the other side cannot be heard any more
 
     def send(self, **message) -> None:
@@ -92,6 +93,7 @@ class Link:
                 if "go" in message:
                     self.go = message["go"]
                 if "end" in message:
+                    self.final = bool(message.get("final", True))
                     self.ended = (int(message["end"]), str(message.get("why", "")))
         except (ConnectionError, ValueError, TypeError) as error:
             self.lost = str(error)
@@ -250,18 +252,24 @@ class Head:
                 return 1, f"{who} is lost: {link.lost}"
         return None
 
-    def announce(self, status: int, why: str) -> None:
-        """Tell all nodes the end, once."""
+    def final(self) -> bool:
+        """Whether a node was stopped by its user, and not by a failure."""
+        return any(link.ended and link.final for _, link in self.nodes.values())
+
+    def announce(self, status: int, why: str, final: bool = True) -> None:
+        """Tell all nodes the end, once; unless it is final they may come again, to the next Head."""
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # close alone would let one more in
+        self.listener.close()
         with self.lock:
             links = [] if self.announced else [link for _, link in self.nodes.values()]
             self.announced = True
         for link in links:
             with contextlib.suppress(OSError):
-                link.send(end=status, why=why)
+                link.send(end=status, why=why, final=final)
 
     def finish(self, status: int, why: str, patience_s: float = 40.0) -> list[str]:
         """Announce the end and wait for that of the others; returns the addresses of those still running."""
-        self.listener.close()
         self.announce(status, why)
         links = {address: link for address, (_, link) in self.nodes.items()}
         until = time.monotonic() + patience_s
@@ -341,9 +349,16 @@ class Worker:
             return 1, f"the head {self.head[0]} is lost: {self.link.lost}"
         return None
 
-    def finish(self, status: int, why: str) -> None:
-        """Tell the head that this node is done."""
+    def final(self) -> bool:
+        """Whether the head has ended for good; a head that is lost may come again."""
+        return bool(self.link and self.link.ended and self.link.final)
+
+    def finish(self, status: int, why: str, final: bool = True, patience_s: float = 10.0) -> None:
+        """Tell the head that this node is done; unless that is final, hear what the head makes of it."""
         if self.link is not None:
             with contextlib.suppress(OSError):
-                self.link.send(end=status, why=why)
+                self.link.send(end=status, why=why, final=final)
+            until = time.monotonic() + patience_s
+            while not final and not self.link.over() and time.monotonic() < until:
+                time.sleep(0.05)
             self.link.close()

@@ -33,6 +33,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_rl.rollout.rollout_progress import TERMINAL
@@ -136,6 +137,16 @@ def send(number: signal.Signals, pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: exit code, last step, why, and whether that was meant (a signal, its deadline)."""
+
+    code: int
+    step: int = 0
+    why: str = ""
+    meant: bool = False
 
 
 class SharedMemory:
@@ -279,7 +290,7 @@ def supervise(
     stall_s: float = 0,
     start_s: float = 0,
     ended: Callable[[], tuple[int, str] | None] = lambda: None,
-    leaving: Callable[[int], None] = lambda code: None,
+    leaving: Callable[[Ending], None] = lambda ending: None,
 ) -> int:
     """Run ``command`` as described above.
 
@@ -291,7 +302,7 @@ def supervise(
         deadline_s, stall_s, start_s: longest run, longest time between steps after the first, longest time to
             the first step; 0 is no limit. Steps are read off verl's "Training Progress".
         ended: asked four times a second; a status and a sentence end the run.
-        leaving: told the code when the run is over, before what is left of it is stopped.
+        leaving: told how the run ended, before what is left of it is stopped.
 
     Returns:
         The command's exit code, or the status of ``ended``; 124 for a deadline, 1 for a death, 127 for no
@@ -315,7 +326,7 @@ def supervise(
     output = Output(log, metrics, bar)
     watched = {TERMINAL: "1"} if (sys.stderr if bar else sys.stdout).isatty() else {}
     reader = None
-    code = 1
+    code, overdue = 1, False
     try:
         child = subprocess.Popen(
             command,
@@ -347,7 +358,7 @@ def supervise(
             elif elsewhere := ended():
                 code, why = elsewhere
             elif deadline_s and now - began_s > deadline_s:
-                code, why = EXIT_DEADLINE, f"not finished after {deadline_s:g} s"
+                code, why, overdue = EXIT_DEADLINE, f"not finished after {deadline_s:g} s", True
             elif not output.step and start_s and now - began_s > start_s:
                 code, why = EXIT_DEADLINE, f"no training step after {start_s:g} s"
             elif output.step and stall_s and now - output.progressed > stall_s:
@@ -362,7 +373,7 @@ def supervise(
             raise
         code, why = EXIT_NOT_FOUND, f"{command[0]} cannot be run: {error.strerror}"
     finally:
-        leaving(code)
+        leaving(Ending(code, output.step, why, bool(caught) or overdue))
         shm.watch(descendants(os.getpid()))
         kill_descendants(statuses)
         if reader is not None:

@@ -1,9 +1,9 @@
 """Checkpoints of verl's trainer that a kill cannot spoil: written aside, renamed when they are complete.
 
 verl writes into global_step_N, then N into latest_checkpointed_iteration.txt, in place. A kill in between
-leaves a tracker that is empty (the next start stops with a ValueError); with max_actor_ckpt_to_keep=1 its workers
-delete the previous checkpoint before the tracker names the new one (the next start begins at step 0, and says
-so in one line); after a restart nothing older is deleted, and the disk fills.
+leaves a tracker that is empty (the next start stops with a ValueError); with max_actor_ckpt_to_keep=1 its
+workers delete the previous checkpoint before the tracker names the new one (the next start begins at step 0,
+and says so in one line); after a restart nothing older is deleted, and the disk fills.
 
     begin    global_step_N.partial, in which workers and trainer write
     commit   sync -> rename to global_step_N -> the tracker, by rename -> delete all but the last KEEP
