@@ -5,6 +5,7 @@ tests/test_launcher.py runs the whole launcher on several hosts.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -308,6 +309,25 @@ def test_preflight_comes_first(root, tmp_path):
     assert run.returncode == 1, run.stderr
     assert "clip_ratio" in run.stdout and "SKIP_PREFLIGHT=1 starts anyway" in run.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_shows_no_secrets(root):
+    """Neither that of a recipe, whose environment is printed, nor that of the launcher."""
+    secrets = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MODELSCOPE_API_TOKEN", "CLUSTER_TOKEN")
+    plain = {"NUM_SPECULATIVE_TOKENS": "3", "TOKENIZERS_PARALLELISM": "false", "RAY_AUTH_MODE": "token"}
+    environment = os.environ | plain | dict.fromkeys(secrets, "0123456789-do-not-tell") | {"DRY_RUN": "1"}
+    recipe = ["bash", "-c", ". internal/common.sh; train some.module a=1"]
+    launcher = ["bash", "ray_start_npu.sh", "internal/train_gspo_qwen3_tiny_cpu.sh", "internal/cpu_env.sh"]
+    shown = []
+    for command in (recipe, launcher):
+        run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
+        assert run.returncode == 0, run.stderr
+        assert "do-not-tell" not in run.stdout + run.stderr
+        shown.append(run.stdout)
+    printed = json.loads(shown[0])
+    assert printed["module"] == "some.module" and printed["args"] == ["a=1"]
+    assert {printed["env"][name] for name in secrets} == {"(set)"}
+    assert {name: printed["env"][name] for name in plain} == plain
 
 
 def test_starting_again_keeps_what_earlier_starts_wrote(root, tmp_path):
