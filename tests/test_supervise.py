@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from ascend_rl.loss.dapo import DynamicSampling
 from ascend_rl.settings.logs import LogFile
 
 PYTHON = sys.executable
@@ -497,6 +498,17 @@ def test_deadlines_that_are_met(runner):
     steps = "".join(f"printf '{STEP.format(i)}'; sleep 1.2; " for i in range(1, 9))
     result = runner.run("bash", "-c", steps, options=("--stall", 8, "--start", 8, "--deadline", 300))
     assert result.returncode == 0, result.stderr
+
+
+def test_generation_batches_of_a_step_are_progress(runner):
+    """Of DAPO's first step too: none is longer than --start and --stall, both steps are."""
+    said = DynamicSampling(prompts=2, samples=2, max_batches=0, pass_batches=9).said()
+    batches = f"for i in 1 2 3 4; do sleep 3; echo '(TaskRunner pid=7) {said}'; done; "
+    script = batches + f"printf '{STEP.format(1)}'; {batches}"
+    result = runner.run("bash", "-c", script, options=("--stall", 8, "--start", 8))
+    assert result.returncode == 0, result.stderr
+    result = runner.run("bash", "-c", f"echo '{said}'; sleep 300", options=("--stall", 1, "--start", 300))
+    assert result.returncode == 124 and "no progress for 1 s after step 0 of 0" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["VLLM::EngineCor", "ray::WorkerDict.train"])

@@ -54,6 +54,8 @@ DEATH_GRACE_S = 15.0  # at the end of a run its processes do not die in one inst
 TERM_GRACE_S = 5.0
 KILL_GRACE_S = 30.0  # a process in the kernel's hands (a driver, a disk) dies only when these let go
 STEPS_SEEN = re.compile(r"Training Progress:.*?\| (\d+)/(\d+)")
+# Progress within a step: a generation batch of dynamic sampling (ascend_rl/loss/dapo.py).
+BATCHES_SEEN = re.compile(r"generation batch \d+: \d+ of \d+ groups found")
 # States of the rollout's progress bar, and those in a line that were overwritten: the log keeps the last.
 ROLLOUT_SEEN = re.compile(
     rb"((?:rollout|validation) \d+: \d+ tokens/s[^\r\n:]*):[^\r\n|]*\|[^\r\n|]*\| ([^ \r\n]+/[^ \r\n]+)"
@@ -209,6 +211,7 @@ class Output:
         self.tail: deque[str] = deque(maxlen=25)
         self.step = self.total = 0
         self.progressed = self.started = time.monotonic()
+        self.began = False  # whether there was any progress
         self.bar, self.rollout = None, ""
         if bar:
             from tqdm import tqdm
@@ -241,7 +244,10 @@ class Output:
             step, total = map(int, found[-1])
             if (step, total) != (self.step, self.total):
                 self.step, self.total, self.progressed = step, total, time.monotonic()
+                self.began = self.began or step > 0
         elif text:
+            if BATCHES_SEEN.search(text):
+                self.began, self.progressed = True, time.monotonic()
             self.tail.append(text[-300:])
 
     def refresh(self, last: bool = False) -> None:
@@ -299,8 +305,9 @@ def supervise(
         log: file that gets all output; its directory is made.
         metrics: verl's metrics.jsonl, shown in the bar.
         bar: draw a progress bar instead of copying the output.
-        deadline_s, stall_s, start_s: longest run, longest time between steps after the first, longest time to
-            the first step; 0 is no limit. Steps are read off verl's "Training Progress".
+        deadline_s, stall_s, start_s: longest run, longest time between two signs of progress after the
+            first, longest time to the first; 0 is no limit. Signs are verl's "Training Progress", and the
+            generation batches of a DAPO step.
         ended: asked four times a second; a status and a sentence end the run.
         leaving: told how the run ended, before what is left of it is stopped.
 
@@ -359,9 +366,9 @@ def supervise(
                 code, why = elsewhere
             elif deadline_s and now - began_s > deadline_s:
                 code, why, overdue = EXIT_DEADLINE, f"not finished after {deadline_s:g} s", True
-            elif not output.step and start_s and now - began_s > start_s:
+            elif not output.began and start_s and now - began_s > start_s:
                 code, why = EXIT_DEADLINE, f"no training step after {start_s:g} s"
-            elif output.step and stall_s and now - output.progressed > stall_s:
+            elif output.began and stall_s and now - output.progressed > stall_s:
                 code = EXIT_DEADLINE
                 why = f"no progress for {stall_s:g} s after step {output.step} of {output.total}"
             if why:

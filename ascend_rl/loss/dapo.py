@@ -182,6 +182,10 @@ class DynamicSampling:
             "dapo/reward_before_filter/min": float(rewards.min()),
         }
 
+    def said(self) -> str:
+        """A line for the log; ascend_rl/launch/supervise.py looks for it."""
+        return f"generation batch {self.batches}: {self.varied} of {self.prompts} groups found"
+
     def _failure(self) -> str:
         values, counts = np.unique(np.concatenate(self.same), return_counts=True)
         often = np.argsort(-counts, kind="stable")[:3]
@@ -256,6 +260,7 @@ def select_groups(
         if len(kept):
             prompts.append(batch.select_idxs(kept))
             kept_responses.append(responses.select_idxs(rows_of(kept, samples)))
+        print(sampling.said(), flush=True)  # the launcher takes it for a sign of progress
         if sampling.complete:
             break
         batch, responses = draw()
