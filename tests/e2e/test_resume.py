@@ -1,0 +1,53 @@
+"""A run that is killed in the middle goes on from its last checkpoint as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from runs import PATIENCE_S, finish, launch, named
+
+pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
+
+# Greedy responses, one a prompt, one request at a time: all that is random is the order of the prompts. The
+# advantages are relative to the batch.
+REPEATABLE = [
+    "actor_rollout_ref.rollout.n=1",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.top_k=1",
+    "actor_rollout_ref.rollout.max_num_seqs=1",
+    "algorithm.adv_estimator=reinforce_plus_plus",
+    "trainer.val_before_train=False",
+    "trainer.test_freq=-1",
+]
+SAVING = ["trainer.save_freq=3", "trainer.max_actor_ckpt_to_keep=1", "trainer.resume_mode=auto"]
+SAME = ("actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/rewards/mean", "response_length/mean")
+
+
+def steps(path) -> dict[int, list[float]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["step"]: [row["data"][key] for key in SAME] for row in rows if "actor/pg_loss" in row["data"]}
+
+
+def test_killed_and_resumed(tmp_path, nothing_left_behind):
+    """SIGKILL of a training worker after step 4; the restart goes on from step 3, and does the same again."""
+    output = tmp_path / "run"
+    process = launch("train_gspo_qwen3_tiny_cpu.sh", output, *REPEATABLE, *SAVING, STEPS=7, RESTARTS=1)
+    metrics = output / "metrics.jsonl"
+    deadline = time.monotonic() + PATIENCE_S
+    while not (metrics.exists() and 4 in steps(metrics)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(named(process, "ray::WorkerDict")[0], signal.SIGKILL)
+    text = finish(process, output)
+    assert process.returncode == 0, text[-3000:]
+    assert "start 2 of at most 2 follows and goes on from the last checkpoint" in text
+    before, after = steps(output / "metrics.1.jsonl"), steps(metrics)
+    again = sorted(before.keys() & after.keys())
+    assert min(after) == 4 and max(after) == 7 and again, (sorted(before), sorted(after))
+    for step in again:
+        assert after[step] == pytest.approx(before[step], rel=1e-5, abs=1e-7), step
+    assert len({tuple(values) for values in before.values()}) == len(before), "the steps do not differ"
