@@ -91,10 +91,8 @@ def on_base(tmp_path):
 
 @pytest.mark.parametrize("base", BASES)
 def test_the_runs_the_samples_start_from_are_clean(base, on_base):
-    assert checks(linter.lint(on_base(base)), "error", "warning", "info") <= {
-        "rollout.kv_capacity",
-        "paths.elsewhere",
-    }
+    allowed = {"rollout.kv_capacity", "rollout.seats", "paths.elsewhere"}
+    assert checks(linter.lint(on_base(base)), "error", "warning", "info") <= allowed
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -248,6 +246,15 @@ def test_torch_npu_may_bind_to_ranges(lines, on_base):
     assert checks(linter.lint(on_base("megatron", f"export {lines}"))) == set()
 
 
+@pytest.mark.parametrize("engines, experts", [(4, 16), (1, 1)])
+def test_a_server_of_several_engines_has_the_seats_of_all(engines, experts, on_base):
+    for requests in (engines * 64, engines * 64 + 1):
+        sizes = {f"{ROLLOUT}.expert_parallel_size": experts, "data.train_batch_size": requests,
+                 f"{ACTOR}.ppo_mini_batch_size": requests, f"{ROLLOUT}.n": 1}  # fmt: skip
+        found = checks(linter.lint(on_base("megatron"), None, [f"{k}={v}" for k, v in sizes.items()]), "info")
+        assert ("rollout.seats" in found) == (requests > engines * 64)
+
+
 def test_the_environment_script_comes_first(on_base, tmp_path):
     env = tmp_path / "env.sh"
     env.write_text("export ASCEND_LAUNCH_BLOCKING=1\n")
@@ -369,6 +376,7 @@ def test_every_rule_is_tried():
         "rollout.memory",
         "rollout.flashcomm",
         "rollout.kv_capacity",
+        "rollout.seats",
         "options.unchecked",
         "paths.content",  # test_lint_values.py
         "paths.function",

@@ -226,16 +226,6 @@ def engine_ids(address: str, engines: int) -> list[str]:
     return [f"{address}#{k}" for k in range(engines)] if engines > 1 else [address]
 
 
-def calls_at_once(rollout_config: Any, calls: int) -> int:
-    """How many calls Ray runs at a time in a server: with moves any number, else ``calls``, as verl has it.
-
-    verl's number is that of one engine. Requests beyond it wait in Ray: no engine has them, and the mover's
-    questions wait behind them.
-    """
-    rebalance = rollout_config.rollout_rebalance
-    return max(calls, 1 << 20) if rebalance and rebalance.enable else calls
-
-
 async def split_servers(manager: Any) -> None:
     """Where requests move or are placed, let an AgentLoopManager see each DP engine as a server."""
     config = manager.rollout_config

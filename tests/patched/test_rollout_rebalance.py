@@ -32,24 +32,16 @@ def test_off_by_default_and_two_ways_to_switch_it_on(tmp_path, monkeypatch):
     from live_servers import configuration
 
     from verl.utils.config import omega_conf_to_dataclass
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
-
-    def rollout_config(*overrides):
-        config = configuration(tmp_path, tmp_path, *overrides)
-        return omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
 
     def given(*overrides):
-        return rollout_config(*overrides).rollout_rebalance
-
-    def calls_at_once(*overrides):
-        return vLLMReplica.max_concurrency.fget(SimpleNamespace(config=rollout_config(*overrides)))
+        config = configuration(tmp_path, tmp_path, *overrides)
+        return omega_conf_to_dataclass(config.actor_rollout_ref.rollout).rollout_rebalance
 
     monkeypatch.delenv("ROLLOUT_REBALANCE_ENABLE", raising=False)
     assert not given().enable
     assert list(given(f"{KEY}.enable=True", f"{KEY}.gears=[1,2,4]").gears) == [1, 2, 4]
     monkeypatch.setenv("ROLLOUT_REBALANCE_ENABLE", "1")
     assert given().enable and not given(f"{KEY}.enable=False").enable
-    assert calls_at_once(f"{KEY}.enable=False") == 1000 and calls_at_once() > 128 * 256
 
 
 @pytest.fixture(scope="module")
