@@ -22,7 +22,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from ascend_rl.rollout.request_mover import server_of
@@ -64,15 +64,21 @@ class Requests:
         finally:
             del self._live[key]
 
-    def counts(self) -> dict[str, int]:
-        """`waiting` are requests without a token: queued or in their prefill."""
-        waiting = sum(not tokens for tokens in self._live.values())
+    def counts(self, states: Iterable | None = None) -> dict[str, int]:
+        """`waiting` are requests without a token: queued or in their prefill.
+
+        Args:
+            states: vLLM's request_states, which know the tokens of requests that send none before they end.
+        """
+        seen = list(self._live.values())
+        now = seen if states is None else [len(state.detokenizer.output_token_ids) for state in states]
+        running = sum(tokens > 0 for tokens in now)
         return {
             "done": self.done,
-            "running": len(self._live) - waiting,
-            "waiting": waiting,
-            "tokens": self.tokens,
-            "longest": self.longest,
+            "running": running,
+            "waiting": max(0, len(seen) - running),
+            "tokens": self.tokens - sum(seen) + sum(now),
+            "longest": max([self.longest, *now]),
         }
 
 

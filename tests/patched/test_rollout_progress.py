@@ -15,6 +15,8 @@ LENGTHS = [3, 9, 1, 6, 4, 2]
 class Engine:
     """vLLM's AsyncLLM as far as a server calls it; the prompt is the number of tokens to generate."""
 
+    output_processor = SimpleNamespace(request_states={})
+
     def generate(self, prompt, sampling_params, request_id, **kwargs):
         from vllm.outputs import CompletionOutput, RequestOutput
 
