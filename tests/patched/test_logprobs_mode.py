@@ -10,14 +10,16 @@ SAMPLING = {
     "temperature": {"temperature": 0.7},
     "top-k": {"temperature": 0.9, "top_k": 5},
     "top-p": {"temperature": 1.3, "top_p": 0.8},
+    "top-p of the top-k": {"temperature": 1.3, "top_k": 6, "top_p": 0.8},
 }
 
 
 def processed(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """[rows, vocabulary] log-probs after temperature and one of top-k and top-p, by their definitions."""
+    """[rows, vocabulary] log-probs after temperature, top-k, and top-p of what top-k leaves, as in vLLM."""
     probs = (logits / temperature).softmax(-1)
     for row in probs:
         likeliest, total = row.argsort(descending=True).tolist(), 0.0
+        row /= row[likeliest[: top_k or None]].sum()
         for place, token in enumerate(likeliest):
             outside = (top_k and place >= top_k) or total >= top_p  # of the smallest set that has top_p
             total += row[token].item()

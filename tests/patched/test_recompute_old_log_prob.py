@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 from megatron_tiny import Layout, exported, make_batch, make_checkpoint, make_worker, own_share
-from patched.test_dapo import FILTER, Stage, train
 from ranks import run_ranks
+from training_stage import FILTER, Stage, train
 
 ACTOR = "actor_rollout_ref.actor"
 OFF = f"{ACTOR}.recompute_old_log_prob=False"
@@ -186,7 +186,7 @@ class Listening(Stage):
 
 @pytest.mark.parametrize("options", [[], FILTER], ids=["grpo", "dapo"])
 def test_the_trainer_leaves_the_pass_out(tmp_path, monkeypatch, options):
-    monkeypatch.setattr("patched.test_dapo.Stage", Listening)
+    monkeypatch.setattr("training_stage.Stage", Listening)
     on, logged = train(tmp_path / "on", ONE_UPDATE, *options, monkeypatch=monkeypatch)
     off, logged_off = train(tmp_path / "off", ONE_UPDATE, OFF, *options, monkeypatch=monkeypatch)
     assert on.count(("old_log_prob",)) == on.count(("brought", True)) == 5
