@@ -36,7 +36,6 @@ sys.path.insert(0, str(ROOT))
 PEERS = ROOT / ".venv-peers"
 ARCTIC = "arctic-inference==0.3.0"
 RUNNING = 16
-KNOWN = 300  # GSM8K questions from which sharing is judged: with fewer, other requests know too little
 PAYS = 1.05  # drafting always pays from this speed
 START = 64  # tokens of a text that has no prompt of its own
 CONTEXTS = (1024, 4096, 32768)
@@ -513,9 +512,6 @@ def main() -> int:
         ("tokens a step, shared, over the best peer on own text", "ours", alone, 1.25, multi),
     ):
         for name in names:
-            if bound > 1 and (questions := len(corpora[name])) < KNOWN and name.startswith("GSM8K"):
-                print(f"not judged, with {questions} questions instead of {KNOWN}: {what}: {name}")
-                continue
             ratio = min(
                 tokens[f"{name}|{drafter}|{k}"][0] / max(tokens[f"{name}|{rival}|{k}"][0] for rival in rivals)
                 for k in lengths

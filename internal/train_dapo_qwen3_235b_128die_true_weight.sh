@@ -60,7 +60,8 @@ ARGS=(
     trainer.total_epochs=1
     trainer.val_before_train=False
     trainer.test_freq=-1
-    trainer.save_freq=-1
+    trainer.save_freq="${SAVE_FREQ:-5}"
+    trainer.max_actor_ckpt_to_keep=2
 )
 dapo_loss
 dynamic_sampling

@@ -7,8 +7,8 @@
 # Hardware: 2 Atlas A3 nodes of 16 dies (or 4 Atlas A2 nodes of 8), storage shared by all of them
 # Duration: published: 2444 s for the rollout of the first step, at batch 128
 #
-# Variables: NNODES (2), NPUS_PER_NODE (16), MODEL_PATH, TRAIN_FILE (DeepScaleR), TEST_FILE (AIME), OUTPUT_DIR; SMOKE=1
-#            runs it scaled down on a laptop (docs/rehearsal.md)
+# Variables: NNODES (2), NPUS_PER_NODE (16), MODEL_PATH, TRAIN_FILE (DeepScaleR), TEST_FILE (AIME),
+#            OUTPUT_DIR, SAVE_FREQ (10); SMOKE=1 runs it scaled down on a laptop (docs/rehearsal.md)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/qwen3_32b_layout.sh"
@@ -61,7 +61,8 @@ ARGS=(
     trainer.total_epochs=1
     trainer.val_before_train=False
     trainer.test_freq=-1
-    trainer.save_freq=-1
+    trainer.save_freq="${SAVE_FREQ:-10}"
+    trainer.max_actor_ckpt_to_keep=2
 )
 qwen3_32b_layout
 math_reward

@@ -91,6 +91,7 @@ ARGS=(
     trainer.val_before_train=False
     trainer.test_freq=10
     trainer.save_freq="${SAVE_FREQ:-10}"
+    trainer.max_actor_ckpt_to_keep=2
     trainer.log_val_generations=2
 )
 math_reward

@@ -9,7 +9,7 @@
 # Duration: not published; that of the GRPO recipe plus three more updates per step
 #
 # Variables: NNODES (8), NPUS_PER_NODE (16), MODEL_PATH, DIST_CKPT_PATH (MODEL_PATH-mcore), TRAIN_FILE (DeepScaleR),
-#            TEST_FILE (AIME), OUTPUT_DIR; SMOKE=1 runs it scaled down on a laptop (docs/rehearsal.md)
+#            TEST_FILE (AIME), OUTPUT_DIR, SAVE_FREQ (5); SMOKE=1 runs it scaled down on a laptop (docs/rehearsal.md)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/qwen3_235b_layout.sh"
@@ -66,7 +66,8 @@ ARGS=(
     trainer.total_epochs=1
     trainer.val_before_train=False
     trainer.test_freq=-1
-    trainer.save_freq=-1
+    trainer.save_freq="${SAVE_FREQ:-5}"
+    trainer.max_actor_ckpt_to_keep=2
 )
 qwen3_235b_layout
 math_reward

@@ -106,7 +106,8 @@ ARGS=(
     trainer.total_training_steps=300
     trainer.val_before_train=False
     trainer.test_freq=-1
-    trainer.save_freq=-1
+    trainer.save_freq="${SAVE_FREQ:-10}"
+    trainer.max_actor_ckpt_to_keep=2
     trainer.log_val_generations=10
 )
 math_reward

@@ -7,8 +7,8 @@
 # Hardware: 4 Atlas A3 nodes of 16 dies (or 8 Atlas A2 nodes of 8), storage shared by all of them
 # Duration: not published
 #
-# Variables: NNODES (4), NPUS_PER_NODE (16), MODEL_PATH, TRAIN_FILE (DAPO-Math-17k), TEST_FILE (AIME), OUTPUT_DIR; SMOKE=1
-#            runs it scaled down on a laptop (docs/rehearsal.md)
+# Variables: NNODES (4), NPUS_PER_NODE (16), MODEL_PATH, TRAIN_FILE (DAPO-Math-17k), TEST_FILE (AIME),
+#            OUTPUT_DIR, SAVE_FREQ (10); SMOKE=1 runs it scaled down on a laptop (docs/rehearsal.md)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
@@ -97,7 +97,8 @@ ARGS=(
     trainer.total_epochs=10
     trainer.val_before_train=False
     trainer.test_freq=-1
-    trainer.save_freq=100
+    trainer.save_freq="${SAVE_FREQ:-10}"
+    trainer.max_actor_ckpt_to_keep=2
 )
 math_reward
 trainer

@@ -154,6 +154,7 @@ OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("train.overlap_weights", "megatron", f"+{TRANSFORMER}.moe_alltoall_overlap_comm=True"),
     ("train.dist_checkpoint", "megatron", f"{MEGATRON}.use_dist_checkpointing=True"),
     ("train.swap_optimizer", "megatron", f"{MEGATRON}.optimizer_offload=True"),
+    ("train.saves_nothing", "fsdp", "trainer.save_freq=-1"),
     ("train.engine_workers", "fsdp", "trainer.use_legacy_worker_impl=disable"),
     ("options.vllm", "megatron", f"+{VLLM}.cuda_graph_sizes=[8]"),  # verl 0.7.1's own mistake
     ("options.vllm", "fsdp", f"+{VLLM}.compilation_config.cudagraph_modes=NONE"),
@@ -230,6 +231,26 @@ VARIABLES = [  # (rule, bash lines)
 @pytest.mark.parametrize(("rule", "lines"), VARIABLES, ids=lambda value: value[:40])
 def test_variables_that_spoil_a_run(rule, lines, on_base):
     assert checks(linter.lint(on_base("megatron", lines))) == {rule}
+
+
+def test_what_needs_no_checkpoint_may_save_none(on_base):
+    for override in ("trainer.total_training_steps=3", f"{ACTOR}.load_weight=False"):
+        found = checks(linter.lint(on_base("megatron"), None, ["trainer.save_freq=-1", override]))
+        assert "train.saves_nothing" not in found
+
+
+def test_checkpoints_need_room(on_base, tmp_path):
+    """Three of Qwen3-235B are 10 TB; this machine has less. The folder need not exist yet."""
+    local = ["trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/new/checkpoints"]
+    keep = ["trainer.max_actor_ckpt_to_keep=2"]
+    big, small = ("/data/Qwen3-235B-A22B", "/data/Qwen3-0.6B")
+    for model, overrides, is_found in ((big, keep, True), (big, [], False), (small, keep, False)):
+        more = [*local, *overrides, f"actor_rollout_ref.model.path={model}"]
+        found = [
+            f for f in linter.lint(on_base("megatron"), None, more) if f.check == "train.checkpoint_disk"
+        ]
+        assert bool(found) == is_found
+        assert all("9874 GB needed" in finding.why + finding.where for finding in found)
 
 
 def test_flashcomm_needs_tp(on_base):
@@ -375,6 +396,7 @@ def test_every_rule_is_tried():
         "train.memory",
         "rollout.memory",
         "rollout.flashcomm",
+        "train.checkpoint_disk",
         "rollout.kv_capacity",
         "rollout.seats",
         "options.unchecked",
@@ -599,7 +621,7 @@ def test_the_graph_limit_is_that_of_vllm_ascend(model, aiv, monkeypatch):
 
 def test_the_command_fails_on_errors_and_prints_json(tmp_path):
     sample = version(next(path for path in MISTAKES if path.stem == "cp_too_large"), "#-", "#+", tmp_path)
-    command = [sys.executable, "-m", "ascend_rl.preflight.lint", sample, "trainer.save_freq=-1", "--json"]
+    command = [sys.executable, "-m", "ascend_rl.preflight.lint", sample, "trainer.test_freq=-1", "--json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert [entry["check"] for entry in json.loads(result.stdout)] == ["parallel.world", "paths.elsewhere"]

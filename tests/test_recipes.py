@@ -87,6 +87,7 @@ GSPO_LOSS = {
     "actor_rollout_ref.actor.clip_ratio_low",
     "actor_rollout_ref.actor.clip_ratio_high",
 }
+WITHOUT_CHECKPOINTS = ("gspo_qwen2_5_3b_8die_async_server", "gspo_qwen2_5_3b_8die_engine_workers")
 TWINS = {
     "grpo_qwen3_235b_128die_random_init": (
         "grpo_qwen3_235b_128die_true_weight",
@@ -95,6 +96,7 @@ TWINS = {
             "actor_rollout_ref.ref.load_weight",
             "actor_rollout_ref.actor.use_dynamic_bsz",
             "actor_rollout_ref.rollout.gpu_memory_utilization",
+            "trainer.max_actor_ckpt_to_keep",  # random weights are not kept
             *(
                 f"actor_rollout_ref.{part}.megatron.{key}"
                 for part in ("actor", "ref")
@@ -214,7 +216,8 @@ def test_the_linter_has_nothing_against_it(name, monkeypatch):
     for variable in ("MODEL_PATH", "DIST_CKPT_PATH", "OUTPUT_DIR"):
         monkeypatch.setenv(variable, f"/shared/{variable.lower()}")
     found = lint(INTERNAL / f"train_{name}.sh", INTERNAL / f"{environment_of(name)}_env.sh")
-    assert [finding for finding in found if finding.severity != "info"] == []
+    serious = {finding.check for finding in found if finding.severity != "info"}
+    assert serious == ({"train.saves_nothing"} if name in WITHOUT_CHECKPOINTS else set())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -36,6 +36,7 @@ from ascend_rl.planning.plan_text import (
     training_text,
 )
 from ascend_rl.planning.rollout_memory import RolloutPlan, plan_rollout
+from ascend_rl.planning.tensors import stage_parameters
 from ascend_rl.settings.model import PUBLISHED, Model
 from ascend_rl.settings.switch import CannotWork
 
@@ -93,6 +94,16 @@ def plan(
     sync += rolled.weights_bytes if rolled else 0
     fits = all(part.fits for part in (trained, rolled) if part) and sync <= (hbm_gib - reserve_gib) * GIB
     return Plan(model, trained, rolled, sync, fits)
+
+
+def checkpoint_bytes(model: Model, fsdp: bool) -> int:
+    """One checkpoint of verl on disk, all ranks together: weights, Adam's two moments and, with Megatron, the
+    float32 copy of its bfloat16 weights; FSDP trains float32 weights.
+
+    >>> round(checkpoint_bytes(Model.named("Qwen3-235B-A22B"), fsdp=False) / 1e12, 2)  # TB
+    3.29
+    """
+    return sum(stage_parameters(model, model.layers).values()) * (4 + 8 if fsdp else 2 + 4 + 8)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -222,6 +233,10 @@ def main(argv: list[str] | None = None) -> int:
     describe, suggested = (fsdp_text, fsdp_line) if arguments.fsdp else (training_text, training_line)
     lines = describe(result.training) + rollout_text(result.rollout)
     lines.append(f"weight sync: {gib(result.sync_bytes)} GiB, both engines' weights on a die")
+    saved = checkpoint_bytes(model, bool(arguments.fsdp))
+    lines.append(
+        f"checkpoint: {gib(saved)} GiB on disk; {saved / 1e9:.0f} s if all nodes together write 1 GB/s"
+    )
     lines.append("suggested for training, best first (full plan with --json):")
     lines += [suggested(one) for one in trainings] or [
         "  none fits; try more dies, --recompute full, a shorter response, or --optimizer swap "

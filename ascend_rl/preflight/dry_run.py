@@ -23,7 +23,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 TIMEOUT_S = 30
@@ -88,6 +88,7 @@ class Run:
     env: dict[str, str] = field(default_factory=dict)
     unset: tuple[tuple[str, str], ...] = ()  # (where, variable), in the order bash met them
     errors: str = ""  # the end of what bash wrote to stderr
+    makes: tuple[str, ...] = ()  # directories that commands of ours write before the training, by --out
 
 
 def _fill(directory: Path) -> dict[str, str]:
@@ -119,8 +120,8 @@ def _is_module(before: list[str]) -> bool:
 
 def _execute(
     train: Path, env_script: Path | None, overrides: Sequence[str], variables: dict[str, str], unset: bool
-) -> tuple[str, tuple[str, ...], dict[str, str], str]:
-    """One run: module, arguments, environment of the training command, and stderr."""
+) -> Run:
+    """One run, without what is unset."""
     with tempfile.TemporaryDirectory(prefix="dry_run_") as temporary:
         guard = _fill(Path(temporary))
         source = 'env=$1 train=$2; shift 2; [ -z "$env" ] || . "$env"; exec bash "$train" "$@"'
@@ -141,9 +142,17 @@ def _execute(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its own background jobs
         process.communicate()
-        for record in sorted(Path(guard["DRY_RUN_RECORDS"]).iterdir(), reverse=True):
-            words, _, rest = record.read_bytes().decode(errors="replace").partition("\0\x1e\0")
-            argv = words.split("\0")
+        records = [
+            record.read_bytes().decode(errors="replace").partition("\0\x1e\0")
+            for record in sorted(Path(guard["DRY_RUN_RECORDS"]).iterdir(), reverse=True)
+        ]
+        calls = [(words.split("\0"), rest) for words, _, rest in records]
+        makes = tuple(
+            argv[argv.index("--out") + 1]
+            for argv, _ in calls
+            if "--out" in argv[:-1] and any(word.startswith("ascend_rl.") for word in argv)
+        )
+        for argv, rest in calls:
             start = next(
                 (i for i in range(1, len(argv)) if MODULE.fullmatch(argv[i]) and _is_module(argv[:i])), 0
             )
@@ -155,29 +164,31 @@ def _execute(
                     for name, value in (env | given).items()
                     if not name.startswith(("DRY_RUN", "BASH_"))
                 }
-                return argv[start], tuple(argv[start + 1 :]), env, errors
-        return "", (), {}, errors
+                return Run(argv[start], tuple(argv[start + 1 :]), env, errors=errors, makes=makes)
+        return Run(errors=errors)
 
 
 def dry_run(
     train: Path,
     env_script: Path | None = None,
     overrides: Sequence[str] = (),
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
 ) -> Run:
     """Run the scripts as ray_start_npu.sh would, with nothing started; raises FileNotFoundError."""
     for script in (train, env_script):
         if script is not None and not script.is_file():
             raise FileNotFoundError(f"'{script}' does not exist; give the path of a bash script")
-    variables = dict(environ)
+    given = dict(os.environ if environ is None else environ)
+    variables = dict(given)
     found: list[tuple[str, str]] = []
     while True:
-        module, args, env, errors = _execute(train, env_script, overrides, variables, unset=True)
-        match = re.search(r"^(\S+?): line (\d+): ([A-Za-z_]\w*)(?:\[.*\])?: unbound variable", errors, re.M)
+        run = _execute(train, env_script, overrides, variables, unset=True)
+        pattern = r"^(\S+?): line (\d+): ([A-Za-z_]\w*)(?:\[.*\])?: unbound variable"
+        match = re.search(pattern, run.errors, re.M)
         if not match or match[3] in variables or len(found) == UNSET_VARIABLES:
             break
         found.append((f"{match[1]}:{match[2]}", match[3]))
         variables[match[3]] = ""
-    if found or not module:
-        module, args, env, errors = _execute(train, env_script, overrides, dict(environ), unset=False)
-    return Run(module, args, env, tuple(found), errors[-2000:])
+    if found or not run.module:
+        run = _execute(train, env_script, overrides, given, unset=False)
+    return replace(run, unset=tuple(found), errors=run.errors[-2000:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -562,6 +563,43 @@ def _(s):
         path = str(s.get(key, ""))
         if path and (not path.startswith("/") or path.startswith(LOCAL_DIRECTORIES)):
             yield key, f"'{path}' on {s.number('trainer.nnodes')} nodes"
+
+
+def saves(s: Setup) -> int:
+    """Steps between two checkpoints; 0 for none."""
+    return max(s.number("trainer.save_freq", -1), 0)
+
+
+@rule(
+    "train.saves_nothing",
+    "warning",
+    "a run on NPUs that trains a checkpoint saves what it learns",
+    why="with save_freq=-1 verl saves nothing, not even the last step: a failure costs the whole run",
+    fix="trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2; see docs/resilience.md for how often",
+)
+def _(s):
+    random_weights = s.megatron and not s.get(f"{ACTOR}.load_weight", True)
+    trial = random_weights or 0 < s.number("trainer.total_training_steps", 0) < 20
+    if s.npu and not saves(s) and not trial:
+        yield "trainer.save_freq", f"{s.get('trainer.save_freq')}"
+
+
+@rule(
+    "train.checkpoint_disk",
+    "error",
+    "the disk has room for the checkpoints that are kept, and for one being written",
+    why="a save that fills the disk ends the run; earlier checkpoints stay whole",
+    fix="set OUTPUT_DIR to a larger disk, or keep fewer: trainer.max_actor_ckpt_to_keep=1",
+)
+def _(s):
+    if not (s.here and saves(s) and s.model):
+        return
+    folder = Path(str(s.get("trainer.default_local_dir", "."))).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    kept = s.number("trainer.max_actor_ckpt_to_keep", 0)
+    wanted = (kept + 1) * memory_plan.checkpoint_bytes(s.model, not s.megatron)
+    if kept and (free := shutil.disk_usage(existing).free) < wanted:
+        yield "trainer.default_local_dir", f"{free / 1e9:.0f} GB free, {wanted / 1e9:.0f} GB needed"
 
 
 @rule(

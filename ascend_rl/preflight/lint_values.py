@@ -494,14 +494,14 @@ def _missing(s: Setup) -> Iterator[tuple[bool, Hit]]:
     """(whether it is known to be wrong, the hit) of inputs that are not on this machine.
 
     A path is known to be wrong if this machine runs the training, if other inputs are here, or if the
-    directory that should hold it is.
+    directory that should hold it is. What the script itself makes is not looked for.
     """
     ours = Path(__file__).resolve().parents[2]
     paths = [(key, path) for key, text in _paths(s) if (path := _local(text))]
     inputs = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")
     some = any(path.exists() for key, path in paths if key in inputs)
     for key, path in paths:
-        if path.exists():
+        if path.exists() or any(path.is_relative_to(made) for made in s.run.makes):
             continue
         beside = path.parent not in (Path("/"), Path.home(), Path.cwd(), ours) and path.parent.is_dir()
         near = []

@@ -3,4 +3,4 @@
 . "$(dirname "$0")/megatron.bash"
 run trainer.test_freq=5 \
     # checkpoints \#-
-    trainer.save_freq=5 "$@"
+    trainer.log_val_generations=5 "$@"

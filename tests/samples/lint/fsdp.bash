@@ -33,6 +33,7 @@ declare -A SET=(
     [$rollout.max_num_batched_tokens]=10240
     [$rollout.enforce_eager]=True
     [trainer.device]=npu
+    [trainer.save_freq]=10
     [trainer.nnodes]=$NNODES
     [trainer.n_gpus_per_node]=$NPUS_PER_NODE
 )

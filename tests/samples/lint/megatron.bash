@@ -46,6 +46,7 @@ declare -A SET=(
     [trainer.nnodes]=$NNODES
     [trainer.n_gpus_per_node]=$NPUS_PER_NODE
     [trainer.default_local_dir]=/data/checkpoints
+    [trainer.save_freq]=10
 )
 
 # run ARGS...: start the run with SET and ARGS.
