@@ -50,7 +50,7 @@ ESSENTIAL = (
     "VLLM::EngineCor",
     "VLLM::Worker",
 )
-DEATH_GRACE_S = 15.0  # at the end of a run its processes do not die in one instant
+DEATH_GRACE_S = 60.0  # processes die one by one; on a loaded machine the driver takes 15 s to end
 TERM_GRACE_S = 5.0
 KILL_GRACE_S = 30.0  # a process in the kernel's hands (a driver, a disk) dies only when these let go
 STEPS_SEEN = re.compile(r"Training Progress:.*?\| (\d+)/(\d+)")
