@@ -52,5 +52,6 @@ import json, os, re, sys
 secret = re.compile("TOKEN(?!S|IZERS|_FILE)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH(?!_MODE)", re.I)
 env = {name: "(set)" if value and secret.search(name) else value for name, value in os.environ.items()}
 print(json.dumps({"module": sys.argv[1], "args": sys.argv[2:], "env": env}))' "$@"
+    [ -z "${WARM_PYTHON:-}" ] || set -- "$@" "++ray_kwargs.ray_init.runtime_env.py_executable=$WARM_PYTHON"
     exec python -m "$@"
 }

@@ -21,6 +21,7 @@ _printed = subprocess.run(
 )
 os.environ.update(entry.split("=", 1) for entry in _printed.stdout.decode().split("\0") if "=" in entry)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+del os.environ["WARM_START"]  # for a launcher whose script sources cpu_env.sh
 # On a loaded machine Ray's workers take minutes to start.
 os.environ["RAY_worker_register_timeout_seconds"] = "600"
 

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections import Counter
 
+import psutil
 import pytest
 from runs import PATIENCE_S, finish, launch, metrics, named, training
 
@@ -111,7 +112,9 @@ def test_a_dead_process_ends_the_run_with_a_clear_error(tmp_path, nothing_left_b
     log = output / "train.log"
     written = output / "metrics.jsonl"
     wait_for(lambda: written.exists() and written.stat().st_size, process, output)
-    os.kill(named(process, victim)[0], signal.SIGKILL)
+    pid = named(process, victim)[0]
+    assert "ascend_rl.launch.warm_start" in psutil.Process(pid).parent().cmdline()
+    os.kill(pid, signal.SIGKILL)
     at = time.monotonic()
     text = finish(process, output)
     assert process.returncode not in (0, None)
