@@ -164,6 +164,10 @@ def become(request: dict, program: str) -> None:
         os.close(copy)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.chdir(request["directory"])
+    if request["wanted"][0] == "-c" and "setproctitle" in sys.modules:
+        # Finds the title before the environment behind it moves: for vLLM's processes. Ray's own copy of this
+        # library, in the workers that Ray starts as a file, finds it later, but not behind this one.
+        sys.modules["setproctitle"].getproctitle()
     os.environ.clear()
     os.environ.update(request["environment"])
     multiprocessing.spawn.set_executable(program)
@@ -201,10 +205,6 @@ def main(listening: str, program: str, *modules: str) -> None:
     server = socket.socket(fileno=int(listening))
     for name in modules:
         importlib.import_module(name)
-    if "setproctitle" in sys.modules:
-        sys.modules[
-            "setproctitle"
-        ].getproctitle()  # finds the title before a fork moves the environment behind it
     if "ray" in sys.modules:
         sys.exit("no warm start: Ray was imported, and keeps what the environment said of its worker then")
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
