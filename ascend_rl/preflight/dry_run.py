@@ -29,6 +29,9 @@ from pathlib import Path
 TIMEOUT_S = 30
 UNSET_VARIABLES = 20  # the most to look for
 MODULE = re.compile(r"verl(\.\w+)+|ascend_rl\.launch\.start_roll")
+UNBOUND = re.compile(
+    r"^(\S+?): line (\d+): ([A-Za-z_]\w*)(?:\[.*\])?: unbound variable", re.M
+)  # file, line, name
 
 REAL = (
     "awk basename bash bc cat cut date dirname env expr getconf grep head hostname id ls nproc printf pwd "
@@ -183,8 +186,7 @@ def dry_run(
     found: list[tuple[str, str]] = []
     while True:
         run = _execute(train, env_script, overrides, variables, unset=True)
-        pattern = r"^(\S+?): line (\d+): ([A-Za-z_]\w*)(?:\[.*\])?: unbound variable"
-        match = re.search(pattern, run.errors, re.M)
+        match = UNBOUND.search(run.errors)
         if not match or match[3] in variables or len(found) == UNSET_VARIABLES:
             break
         found.append((f"{match[1]}:{match[2]}", match[3]))

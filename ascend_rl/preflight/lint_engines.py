@@ -546,6 +546,11 @@ def _(s):
         yield f"{MEGATRON}.optimizer_offload", "True, with swap_optimizer"
 
 
+def saves(s: Setup) -> int:
+    """Steps between two checkpoints; 0 for none."""
+    return max(s.number("trainer.save_freq", -1), 0)
+
+
 @rule(
     "train.shared_storage",
     "warning",
@@ -556,18 +561,13 @@ def _(s):
 def _(s):
     if s.number("trainer.nnodes") < 2:
         return
-    keys = ["trainer.default_local_dir"] if s.number("trainer.save_freq", -1) > 0 else []
+    keys = ["trainer.default_local_dir"] if saves(s) else []
     if s.get(f"{MEGATRON}.use_dist_checkpointing"):
         keys.append(f"{MEGATRON}.dist_checkpointing_path")
     for key in keys:
         path = str(s.get(key, ""))
         if path and (not path.startswith("/") or path.startswith(LOCAL_DIRECTORIES)):
             yield key, f"'{path}' on {s.number('trainer.nnodes')} nodes"
-
-
-def saves(s: Setup) -> int:
-    """Steps between two checkpoints; 0 for none."""
-    return max(s.number("trainer.save_freq", -1), 0)
 
 
 @rule(
