@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 
@@ -92,6 +93,22 @@ def test_verl_sends_weights_as_the_driver_permits(driver, shared, tmp_path):
     said = [process.communicate(timeout=600) for process in both]
     assert [process.returncode for process in both] == [0, 0], "".join(error[-1500:] for _, error in said)
     assert said[1][0].split()[-2:] == ["received", str(20 * 140_288)]
+
+
+@pytest.mark.parametrize(("version", "said"), [("8.2.RC1", "8.2.RC1"), (None, "not known")])
+def test_cann_says_its_version(version, said, tmp_path):
+    """Where torch, vllm-ascend (find_hccl_library) and MindSpeed look for it."""
+    if version:
+        home = tmp_path / f"{platform.machine()}-linux"
+        home.mkdir()
+        (home / "ascend_toolkit_install.info").write_text(f"package_name=toolkit\nversion={version}\n")
+    asked = """
+import torch
+from torch_npu.utils.collect_env import get_cann_version
+assert torch.version.cann == get_cann_version()
+print(torch.version.cann)
+"""
+    assert run(asked, **node(CHIPS["A3"], 2) | {"ASCEND_HOME_PATH": str(tmp_path)}).strip() == said
 
 
 def test_an_npu_that_is_not_there_is_an_error():

@@ -30,6 +30,16 @@ def test_a_stream_is_current_within_its_context():
 
 
 @on_npu(SOFTWARE_NPU_COUNT="2")
+def test_a_stream_is_set_by_its_number():
+    """As programs do that take the CUDA name of this call for the NPU's."""
+    import torch_npu
+
+    there = torch.npu.Stream("npu:1")
+    torch_npu._C._npu_setStream(there.stream_id, there.device_index, there.device_type)
+    assert torch.npu.current_device() == 1 and torch.npu.current_stream() == there
+
+
+@on_npu(SOFTWARE_NPU_COUNT="2")
 def test_events_keep_time_and_their_device():
     first, last = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
     with pytest.raises(ValueError, match="recorded"):

@@ -43,6 +43,9 @@ torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 from . import distributed, extensions, operators, profiler, record, vllm_ascend_c  # noqa: E402, F401
 from .multiprocessing import reductions as _reductions  # noqa: E402, F401
+from .utils.collect_env import get_cann_version  # noqa: E402
+
+torch.version.cann = get_cann_version()
 
 
 def _autoload() -> None:

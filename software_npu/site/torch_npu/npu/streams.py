@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+import torch_npu
 from software_npu import _C
 
 from .utils import device_index
@@ -56,8 +57,9 @@ def default_stream(device=None) -> Stream:
 
 
 def set_stream(stream: Stream) -> None:
-    _C.set_device(stream.device_index)
-    _C.set_stream(stream)
+    torch_npu._C._npu_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
 
 
 class StreamContext:
