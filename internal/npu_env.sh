@@ -37,9 +37,10 @@ export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-0}"
 export CORE_BINDING="${CORE_BINDING:-0}" ROLLOUT_DISABLE_GC="${ROLLOUT_DISABLE_GC:-0}"
 # Megatron requires it where tensor or context parallelism overlaps communication.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-# Memory: collect garbage at 60% and do not split large blocks, to limit fragmentation. No expandable_segments: vLLM's sleep
-# mode refuses it; verl switches it on while vLLM sleeps (patch hot_swap_expandable_segments).
-export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-garbage_collection_threshold:0.6,max_split_size_mb:24}"
+# Memory: free cached blocks above 60% of a limit of the process, if one is set, and do not split blocks of more than 24 MB.
+# torch_npu takes either these or expandable segments. No expandable_segments here: vLLM's sleep mode refuses it. Empty: verl
+# switches it on between weight syncs in the training processes alone (patch hot_swap_expandable_segments).
+export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF-garbage_collection_threshold:0.6,max_split_size_mb:24}"
 # Streams reuse each other's freed memory.
 export MULTI_STREAM_MEMORY_REUSE="${MULTI_STREAM_MEMORY_REUSE:-1}"
 

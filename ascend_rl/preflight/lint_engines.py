@@ -291,7 +291,7 @@ def _(s):
     "error",
     "no expandable segments in the environment with sleep mode",
     why="vllm-ascend's memory pool asserts against expandable_segments:True, the rollout does not start",
-    fix="use garbage_collection_threshold:0.6,max_split_size_mb:24; verl switches segments by itself",
+    fix="leave it empty, and verl switches segments on for training; or use max_split_size_mb:24",
 )
 def _(s):
     sleep = s.get(f"{ROLLOUT}.free_cache_engine") and s.get(f"{ROLLOUT}.enable_sleep_mode", True)

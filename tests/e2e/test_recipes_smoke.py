@@ -65,6 +65,13 @@ def test_two_steps(tmp_path, nothing_left_behind, same_probabilities, name):
     for of, processes in (("trainer", 1), ("rollout", 1), ("die", 2)):
         assert planned[of] / 2 < peak[of] < planned[of] * (2 if exact else 1) + UNPLANNED_MB * processes, of
     assert peak["die"] >= max(peak["trainer"], peak["rollout"])  # both processes of a die together
+    records = [json.loads(file.read_text()) for file in (output / "record").glob("*.json")]
+    allocators = [record["allocator"] for record in records]  # also of trainers, after their weight syncs
+    assert (
+        allocators.count({"garbage_collection_threshold": "0.6", "max_split_size_mb": "24"})
+        == len(records)
+        > 1
+    )
     keys = {key for key, _, _ in report["replaced"]}
     assert "actor_rollout_ref.model.path" in keys and "trainer.device" not in keys
     assert "what ran" in text and "never" in text.partition("what ran")[2]  # the table, which hides nothing

@@ -28,7 +28,7 @@ rollout.AsyncEngineArgs = next_step
 try:
     asyncio.run(rollout.create_async_llm([]))
 except Reached:
-    print(json.dumps([current_platform.device_type, torch.npu.memory.allocator_settings]))
+    print(json.dumps([current_platform.device_type, torch.npu.memory.allocator_options()]))
 """
 
 
@@ -44,4 +44,4 @@ def test_npu_allocator_is_switched(root, tmp_path):
     }
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert json.loads(run.stdout.splitlines()[-1]) == ["npu", ["expandable_segments:False"]]
+    assert json.loads(run.stdout.splitlines()[-1]) == ["npu", {"expandable_segments": "False"}]

@@ -1,9 +1,9 @@
 """What a process did on its NPUs, in a file: SOFTWARE_NPU_RECORD names the directory, the file is PID.json.
 
 {"process": its name, "calls": {operator: n}, "graphs": {...}, "collectives": {name: n}, "woken": n,
-"peak_bytes": {device: n}, "die_peak_bytes": {die: n}}; a die is a device by its number in the host, and its
-peak that of all processes that share it. Written each second in which something changed, since processes are
-often killed.
+"peak_bytes": {device: n}, "die_peak_bytes": {die: n}, "allocator": {option: value}}; a die is a device by its
+number in the host, and its peak that of all processes that share it. Written each second in which something
+changed, since processes are often killed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 
 from software_npu import _C
 from software_npu.kernels import training
+
+from .npu import memory
 
 PERIOD_S = 1.0
 
@@ -35,6 +37,7 @@ def state() -> dict:
         "die_peak_bytes": {
             _C.die(device): _C.die_peak_bytes(device) for device, peak in peaks.items() if peak
         },
+        "allocator": memory.allocator_options(),
     }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 
 import torch
 
@@ -28,11 +30,41 @@ __all__ = [
     "set_per_process_memory_fraction",
 ]
 
-allocator_settings: list[str] = []  # every setting of the caching allocator, in order
+# The options of torch_npu 2.8.0.post2's caching allocator. Each parse forgets the first three.
+FORGOTTEN = ("max_split_size_mb", "garbage_collection_threshold", "roundup_power2_divisions")
+OPTIONS = (*FORGOTTEN, "expandable_segments", "base_addr_aligned_kb", "page_size", "segment_size_mb")
+EXCLUDE_SEGMENTS = ("max_split_size_mb", "garbage_collection_threshold")
+_options: dict[str, str] | None = None
 
 
-def _set_allocator_settings(setting: str) -> None:
-    allocator_settings.append(setting)
+def _parse(text: str, kept: dict[str, str], supported: tuple[str, ...]) -> dict[str, str]:
+    """The options in force after ``text``, such as "expandable_segments:True", where ``kept`` were."""
+    options = {name: value for name, value in kept.items() if name not in FORGOTTEN}
+    for setting in filter(None, re.split(r",(?![^\[]*\])", text.replace(" ", ""))):
+        name, _, value = setting.partition(":")
+        if name not in supported:
+            raise RuntimeError(f"torch_npu.npu.memory._set_allocator_settings() unsupported setting: {name}")
+        options[name] = value
+    if options.get("expandable_segments") == "True" and any(name in options for name in EXCLUDE_SEGMENTS):
+        raise RuntimeError(
+            "`max_split_size_mb` or `garbage_collection_threshold`, cannot be enabled with "
+            "`expandable_segments`, please set `expandable_segments` to `False`."
+        )
+    return options
+
+
+def allocator_options() -> dict[str, str]:
+    """The options in force, in the stand-in only: those of PYTORCH_NPU_ALLOC_CONF, and what was set later."""
+    global _options
+    if _options is None:
+        _options = _parse(os.environ.get("PYTORCH_NPU_ALLOC_CONF", ""), {}, OPTIONS)
+    return _options
+
+
+def _set_allocator_settings(settings: str) -> None:
+    """Only expandable_segments can be set; the options of FORGOTTEN go back to their defaults."""
+    global _options
+    _options = _parse(settings, allocator_options(), ("expandable_segments",))
 
 
 def memory_stats(device=None) -> dict[str, int]:
