@@ -3,15 +3,18 @@
 `attach` wraps the trainer's ``generate_sequences``. The batch goes out in the order of the placement, each
 sample with its server in ``non_tensor_batch[KEY]``; the agent loop of a sample puts that into ``server``,
 which the load balancer asks; the output returns in the order in which the batch came. Prompts are recognised
-by a hash of their messages, since verl's ``uid`` is new in every step.
+by a hash of their messages, since verl's ``uid`` is new in every step. What is known of them is part of a
+checkpoint (`save`, `load`): a run that goes on places its samples as it would have.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from ascend_rl.rollout.data_rebalance import Placement, place, predict
 # The server of the sample whose agent loop runs in this task of asyncio; None: the least loaded.
 server: ContextVar[str | None] = ContextVar("server", default=None)
 KEY = "rollout_server"  # of a sample, in a DataProto's non_tensor_batch
+LENGTHS = "response_lengths.json"  # of a checkpoint: {hash of a prompt: tokens of its last responses}
 
 
 class Placer:
@@ -56,10 +60,11 @@ def attach(manager: Any) -> None:
     if not manager.rollout_config.get("data_rebalance"):
         return
     placer, generate = Placer(manager.server_addresses), manager.generate_sequences
+    manager.placer = placer
 
     def generate_sequences(prompts):
         messages = prompts.non_tensor_batch["raw_prompt"]
-        keys = [hashlib.blake2b(str(prompt).encode()).digest() for prompt in messages]
+        keys = [hashlib.blake2b(str(prompt).encode(), digest_size=16).hexdigest() for prompt in messages]
         placement, known_share = placer.place(keys)
         sent = prompts.select_idxs(placement.order)
         sent.non_tensor_batch[KEY] = placer.servers[placement.rank[placement.order]]
@@ -71,3 +76,16 @@ def attach(manager: Any) -> None:
         return output
 
     manager.generate_sequences = generate_sequences
+
+
+def save(manager: Any, checkpoint: str) -> None:
+    """Put into a checkpoint what an AgentLoopManager knows of response lengths."""
+    if placer := getattr(manager, "placer", None):
+        Path(checkpoint, LENGTHS).write_text(json.dumps(placer.earlier))
+
+
+def load(manager: Any, checkpoint: str) -> None:
+    """Take that from a checkpoint; one of a run without data_rebalance has nothing."""
+    path = Path(checkpoint, LENGTHS)
+    if (placer := getattr(manager, "placer", None)) and path.exists():
+        placer.earlier = json.loads(path.read_text())

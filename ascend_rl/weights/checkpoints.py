@@ -8,6 +8,7 @@ and says so in one line); after a restart nothing older is deleted, and the disk
     begin    global_step_N.partial, in which workers and trainer write
     commit   sync -> rename to global_step_N -> the tracker, by rename -> delete all but the last KEEP
     latest   the checkpoint to go on from: the tracker's, else the newest complete one
+    first_pass   the pass over the data that `fit` goes on with
 
 Invariants (tests/test_checkpoints.py, killed at every step of `commit`): a directory named global_step_N is
 complete; `latest` finds one as soon as there was one, and never an older one than before; nothing is deleted
@@ -20,6 +21,7 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -140,3 +142,17 @@ def latest(directory: str) -> str | None:
         # Between a rename and the tracker the new checkpoint is complete already, but either will do.
         found = [path for path in found if step_of(path) == step] or found
     return str(found[-1]) if found else None
+
+
+def first_pass(step: int, batches: int, steps: int) -> int:
+    """The pass over the data to go on with after a step; a pass has ``batches``, the run ``steps``.
+
+    A step that ended a pass was saved before its end was seen: the restored dataloader still has that to say.
+    A run that counted it as over would lose the pass that follows. After the last step no pass is left.
+
+    >>> [first_pass(step, batches=6, steps=18) for step in (0, 5, 6, 7, 12)]
+    [0, 0, 0, 1, 1]
+    >>> list(range(first_pass(18, batches=6, steps=18), 3))
+    []
+    """
+    return max(step - 1, 0) // batches if step < steps else sys.maxsize

@@ -80,3 +80,23 @@ def test_an_empty_tracker(tmp_path, monkeypatch):
     (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("")
     assert run(tmp_path, monkeypatch, "trainer.total_training_steps=3") == 0
     assert len(trained(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("stop", [8, 6, 12])
+def test_a_run_of_several_passes_goes_on_wherever_it_was_cut(tmp_path, monkeypatch, stop):
+    """A pass has six batches: in the second one, and exactly between two."""
+    options = ["trainer.total_epochs=3", "trainer.test_freq=-1", "trainer.total_training_steps=null"]
+    assert run(tmp_path / "whole", monkeypatch, *options) == 0
+    whole = trained(tmp_path / "whole")
+    assert len(whole) == 18 and len({str(whole[i : i + 6]) for i in (0, 6, 12)}) == 3
+    cut = tmp_path / "cut"
+    killed = {"die_at": min(2 * stop, 18), "when": "workers write"}
+    assert run(cut, monkeypatch, *options, f"trainer.save_freq={stop}", **killed) == KILLED
+    assert run(cut, monkeypatch, *options) == 0
+    assert trained(cut) == whole[stop:]
+
+
+def test_a_run_that_is_done_trains_nothing_more(tmp_path, monkeypatch):
+    for steps in (2, 0):
+        assert run(tmp_path, monkeypatch, "trainer.total_training_steps=2") == 0
+        assert len(trained(tmp_path)) == steps

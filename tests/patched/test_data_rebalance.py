@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,6 +34,47 @@ def test_samples_go_where_they_are_placed_and_come_back_in_order(manager):
     for tokens in LENGTH.values():  # lengths known: any length is exceeded equally often everywhere
         longer = [sum(LENGTH[prompt] > tokens for prompt in prompts) for prompts in asked.values()]
         assert max(longer) - min(longer) <= 1
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_run_that_goes_on_knows_the_lengths(manager, tmp_path, before):
+    """From the trainer's checkpoint; one of a run without data_rebalance knows none."""
+    from omegaconf import OmegaConf
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    def trainer(made):
+        stands = RayPPOTrainer.__new__(RayPPOTrainer)
+        stands.config = OmegaConf.create(
+            {
+                "trainer": {
+                    "default_local_dir": str(tmp_path),
+                    "default_hdfs_dir": None,
+                    "resume_mode": "auto",
+                    "del_local_ckpt_after_load": False,
+                },
+                "actor_rollout_ref": {"actor": {"checkpoint": {}}},
+            }
+        )
+        stands.actor_rollout_wg = SimpleNamespace(
+            save_checkpoint=lambda *_, **__: None, load_checkpoint=lambda *_, **__: None
+        )
+        stands.train_dataloader = StatefulDataLoader([0])
+        stands.use_critic, stands.global_steps, stands.async_rollout_manager = False, 1, made
+        return stands
+
+    first, second = manager(before), manager(True)
+    rollout(first)
+    trainer(first)._save_checkpoint()
+    trainer(second)._load_checkpoint()
+    output, asked = rollout(second, global_steps=2)
+    assert output.meta_info["timing"]["data_rebalance/known_share"] == before
+    if before:
+        expected = rollout(first, global_steps=2)[1]
+        assert {name: Counter(asked[name]) for name in SERVERS} == {
+            name: Counter(expected[name]) for name in SERVERS
+        }
 
 
 def test_switched_off_the_balancer_deals(manager):
