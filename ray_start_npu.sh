@@ -16,7 +16,7 @@
 # Settings: a variable (NNODES=8), a flag (--nnodes 8) or a line of the cluster file. Flags override variables,
 # and variables override the file. See docs/launch.md.
 #   NODES                addresses of all nodes, the head's first: 10.0.0.1,10.0.0.2; gives NNODES and MASTER_ADDR
-#   NNODES               number of nodes (default WORLD_SIZE, else 1)
+#   NNODES               number of nodes (default WORLD_SIZE, else 1); fewer than in NODES: the others are spare ones
 #   MASTER_ADDR          the head's address; a node that has it, or has RANK=0, is the head, others are workers
 #   SOCKET_IFNAME        this node's interface (eth0) or its subnet (10.0.0.0/24); default: that of NODES, MASTER_ADDR,
 #                        or of the route to MASTER_ADDR

@@ -214,6 +214,10 @@ def test_the_dashboard_is_asked_for(tmp_path):
         ({"NPUS_PER_NODE": "0"}, "NPUS_PER_NODE must be a positive number"),
         ({"NNODES": "2", "NODES": "10.0.0.1"}, "NNODES is 2, but NODES lists 1"),
         (
+            {"NNODES": "1", "NODES": "10.0.0.1,10.0.0.2"},
+            "NODES lists 2 addresses: spare nodes are for two nodes",
+        ),
+        (
             {"NNODES": "2", "MASTER_ADDR": "10.0.0.1", "RANK": "2"},
             "RANK must be a number from 0 to 1, it is '2'",
         ),

@@ -323,6 +323,29 @@ def test_a_run_is_started_again_until_the_same_step_fails_twice(hosts, tmp_path)
     assert "WAITING" in (tmp_path / "out/train.1.log").read_text()
 
 
+def test_a_spare_node_takes_the_place_of_a_lost_one(hosts, tmp_path):
+    """Three hosts, two nodes: the cable of one is pulled, and the next start goes on without it."""
+    h = hosts(3)
+    (tmp_path / "use.py").write_text(USE_ALL_NPUS)
+    script = f"python {tmp_path}/use.py; if mkdir {tmp_path}/first; then echo WAITING; sleep 300; fi"
+    nodes = ",".join(h.address(i) for i in (1, 2, 3))
+    given = {"NODES": nodes, "MASTER_ADDR": "", "NPUS_PER_NODE": 1, "RESTARTS": 2, "LOST_DEADLINE_S": 5}
+    head, lost = h.launch(1, script, **given), h.launch(2, **given)
+    head.until("WAITING")
+    spare = h.launch(3, **given)
+    spare.until("waiting for the other nodes")
+    sh(f"ip link set {h.tag}v2 down")
+    code, text = head.end()
+    assert code == 0, text
+    assert f"(node {NAME} ({h.address(2)}) is lost: no sign of life for 5 s); start 2 of at most 3" in text
+    for i in (2, 3):
+        assert f"NPUS {[(h.address(1), '1', 'eth0'), (h.address(i), str(i), 'eth0')]}" in text
+    code, text = spare.end()
+    assert code == 0 and text.count("waiting for the other nodes") == 2, text
+    lost.send(signal.SIGTERM)
+    assert lost.end()[0] == 143
+
+
 # Before Ray starts.
 
 

@@ -93,6 +93,35 @@ def test_a_workers_end_is_told(cluster):
     assert wait_for(c.head.ended) == (1, "node host-b (b) ended with status 3 (its log there: x)")
 
 
+def test_spare_nodes_wait_for_the_end_without_a_part_in_the_run(cluster):
+    """Before the run begins, and also after: a node that was repaired."""
+    c = cluster(2)
+    c.head.spares = 2
+    first = c.worker("b")
+    threading.Thread(target=lambda: first.join(10, c.said.append), daemon=True).start()
+    assert c.head.gather(["a", "b", "c", "d"], 10, c.said.append) == ["a", "b"]
+    spare, late, why = c.worker("c"), c.worker("d"), []
+
+    def wait(worker):
+        with pytest.raises(RendezvousError) as error:
+            worker.join(10, c.said.append)
+        why.append(str(error.value))
+
+    threads = [threading.Thread(target=wait, args=(worker,)) for worker in (spare, late)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: {"c", "d"} <= c.head.nodes.keys())
+    with pytest.raises(RendezvousError, match="the 2 nodes of NNODES are here already"):
+        c.worker("e")._connect()
+    spare.finish(130, "")  # its user stops it: no matter
+    wait_for(c.head.nodes["c"][1].over)
+    assert c.head.ended() is None and not c.head.final()
+    c.head.announce(7, "(why)", final=False)
+    threads[1].join(10)
+    assert why[-1] == f"the head {c.host} ended with status 7 (why)" and not late.final()
+    assert wait_for(first.ended) == (7, why[-1])
+
+
 def test_a_closed_connection_and_a_silent_one(cluster, monkeypatch):
     """Beats keep a quiet connection; without them, as of a frozen machine, it is lost after silence_s."""
     c = cluster(2, silence_s=1)

@@ -395,7 +395,7 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
     """Run with the other nodes: meet, run until any of them ends, tell the others.
 
     The head decides whether all start again. A worker does so unless it hears that the end is final: a head
-    that is lost may be there again.
+    that is lost may be there again. A spare node (NODES longer than NNODES) waits until then.
     """
     me = {
         "name": socket.gethostname(),
@@ -429,6 +429,7 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
 
     if plan.role == "head":
         side = Head(plan.address, plan.launch_port, plan.token, me, plan.nnodes, silence_s)
+        side.spares = max(0, len(plan.nodes) - plan.nnodes)
     else:
         side = Worker(plan.head, plan.launch_port, plan.token, me, silence_s)
     try:
@@ -440,7 +441,12 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
         code = supervised(plan, directory, addresses, side.ended, leaving)
     except (RendezvousError, Stopped) as error:
         code, why = error.status, f"({error})"
-        raise
+        link = None if plan.role == "head" or isinstance(error, Stopped) else side.link
+        if not link or not (link.ended or restarts.allowed):
+            raise
+        code = link.ended[0] if link.ended else 1  # a spare node: the run ended without it
+        again = bool(restarts.allowed and code)
+        log(plan, str(error))
     finally:
         if plan.role == "worker":
             side.finish(code, why, final=not again)

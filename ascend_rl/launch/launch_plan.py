@@ -90,7 +90,7 @@ class Plan:
     head: str  # address of the head
     nnodes: int
     npus: int  # of each node
-    nodes: list[str]  # addresses of all nodes where known
+    nodes: list[str]  # addresses of all nodes where known, spare ones included
     ray_port: int
     launch_port: int
     run: str
@@ -404,14 +404,18 @@ def make_plan(
     number(settings, "RESTARTS", 0, 0, 1000)
     listed = len(settings["NODES"].replace(",", " ").split())
     nnodes = number(settings, "NNODES", listed or 1)
-    if listed not in (0, nnodes):
+    if 0 < listed < nnodes:
         raise CannotWork(f"NNODES is {nnodes}, but NODES lists {listed} addresses")
+    if listed > nnodes == 1:
+        raise CannotWork(
+            f"NNODES is 1, but NODES lists {listed} addresses: spare nodes are for two nodes or more"
+        )
     if nnodes == 1:
         role, address, head, nodes, interface = "head", "127.0.0.1", "127.0.0.1", [], "lo"
     else:
         mine = own_addresses() if mine is None else mine
         if settings["RANK"]:
-            number(settings, "RANK", 0, 0, nnodes - 1)
+            number(settings, "RANK", 0, 0, max(nnodes, listed) - 1)
         role, address, head, nodes = choose_addresses(settings, mine)
         interface = next((name for name, own in mine if own == address), "")
     token = read_token(environ, settings["CLUSTER_TOKEN_FILE"], needed=nnodes > 1)

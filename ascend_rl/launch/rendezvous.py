@@ -128,6 +128,8 @@ class Head:
     def __init__(self, address: str, port: int, token: str, me: dict, nnodes: int, silence_s: float):
         self.token, self.me, self.nnodes, self.silence_s = token, me, nnodes, silence_s
         self.nodes: dict[str, tuple[dict, Link]] = {}  # by address
+        self.running: dict[str, tuple[dict, Link]] = {}  # those that the run has begun with, this node aside
+        self.spares = 0  # how many nodes more than nnodes may wait for the next start
         self.refused: dict[str, str] = {}  # why, by address
         self.complete = self.announced = False
         self.lock = threading.Lock()
@@ -176,14 +178,14 @@ class Head:
                 return f"{name} is {node['must_equal'].get(name)} there and {value} on the head"
         if node["address"] == self.me["address"]:
             return f"{node['address']} is the head's own address"
-        if self.complete:
+        if self.complete and not self.spares:
             return f"the run has its {self.nnodes} nodes and has begun"
         self._forget_lost()
         if node["address"] in self.nodes:
             return f"a launcher of {node['address']} is already here: this is the second one on that node"
         if node["rank"] and node["rank"] in [other["rank"] for other, _ in self.nodes.values()]:
             return f"there is a node with RANK={node['rank']} already"
-        if len(self.nodes) + 1 >= self.nnodes:
+        if len(self.nodes) + 1 >= self.nnodes + self.spares:
             return f"the {self.nnodes} nodes of NNODES are here already"
         return ""
 
@@ -196,7 +198,7 @@ class Head:
             return [node for node, _ in self.nodes.values()]
 
     def gather(self, expected: list[str], deadline_s: float, say: Callable[[str], None]) -> list[str]:
-        """Wait until all nodes are here, then tell them to go on.
+        """Wait until enough nodes are here, then tell the first ones to go on; spare ones wait for the end.
 
         Args:
             expected: addresses of all nodes where they are known, else [].
@@ -204,7 +206,7 @@ class Head:
             say: prints a line for the user.
 
         Returns:
-            Their addresses, this node's first.
+            The addresses of those that go on, this node's first.
 
         Raises:
             RendezvousError: the deadline passed; names who is missing.
@@ -222,8 +224,9 @@ class Head:
             time.sleep(0.1)
         with self.lock:
             self.complete = True
-            addresses = [self.me["address"], *self.nodes]
-            for _, link in self.nodes.values():
+            self.running = dict(list(self.nodes.items())[: self.nnodes - 1])
+            addresses = [self.me["address"], *self.running]
+            for _, link in self.running.values():
                 with contextlib.suppress(OSError):  # then ended() says so
                     link.send(go={"addresses": addresses})
         return addresses
@@ -233,7 +236,7 @@ class Head:
         addresses, ranks = {node["address"] for node in here}, {node["rank"] for node in here}
         if expected:
             absent = [a for a in expected if a not in addresses and a != self.me["address"]]
-            missing = "missing: " + ", ".join(absent)
+            missing = ("missing: " if not self.spares else "missing of: ") + ", ".join(absent)
         elif "" not in ranks and self.me["rank"]:
             absent = [str(rank) for rank in range(1, self.nnodes) if str(rank) not in ranks]
             missing = "missing: RANK " + ", ".join(absent)
@@ -244,7 +247,7 @@ class Head:
 
     def ended(self) -> tuple[int, str] | None:
         """For supervise(): a node that is gone ends the run."""
-        for node, link in self.nodes.values():
+        for node, link in self.running.values():
             who = f"node {node['name']} ({node['address']})"
             if link.ended:
                 return 1, f"{who} ended with status {link.ended[0]} {link.ended[1]}".rstrip()
@@ -254,7 +257,7 @@ class Head:
 
     def final(self) -> bool:
         """Whether a node was stopped by its user, and not by a failure."""
-        return any(link.ended and link.final for _, link in self.nodes.values())
+        return any(link.ended and link.final for _, link in self.running.values())
 
     def announce(self, status: int, why: str, final: bool = True) -> None:
         """Tell all nodes the end, once; unless it is final they may come again, to the next Head."""
