@@ -746,7 +746,7 @@ def test_verify_comes_before_the_output_appears(hf, tmp_path, monkeypatch):
         "write_exactly",
         lambda fd, data, at: write(fd, bytes(len(data)) if len(data) == 1024 else data, at),
     )
-    with pytest.raises(CannotWork, match="differs from"):
+    with pytest.raises(CannotWork, match="differs between"):
         converter.to_mcore(hf, tmp_path / "mcore", replace(QUIET, verify=True))
     assert not (tmp_path / "mcore").exists()
 

@@ -7,7 +7,7 @@ and says so in one line); after a restart nothing older is deleted, and the disk
 
     begin    global_step_N.partial, in which workers and trainer write
     commit   sync -> rename to global_step_N -> the tracker, by rename -> delete all but the last KEEP
-    latest   the checkpoint to go on from: the tracker's, else the newest complete one
+    latest   the checkpoint to go on from: the tracker's, else the newest complete one (`newest`)
     first_pass   the pass over the data that `fit` goes on with
 
 Invariants (tests/test_checkpoints.py, killed at every step of `commit`): a directory named global_step_N is
@@ -131,17 +131,23 @@ def remove_old(directory: Path, step: int, keep: int | None) -> None:
 
 
 def latest(directory: str) -> str | None:
-    """The checkpoint to go on from, or None: the one that the tracker names, else the newest complete one."""
+    """The checkpoint to go on from, or None; for the trainer alone, since it ends what a kill left undone."""
     root = Path(directory).absolute()
     for path in root.glob(f"global_step_*{REPLACED}"):
         if not path.with_suffix("").exists():  # killed between the two renames
             path.rename(path.with_suffix(""))
-    found = complete(root)
+    found = newest(root)
+    return str(found) if found else None
+
+
+def newest(directory: Path) -> Path | None:
+    """The checkpoint that the tracker names, else the newest complete one; changes nothing."""
+    found = complete(directory)
     with contextlib.suppress(OSError, ValueError):
-        step = int(Path(directory, TRACKER).read_text())
+        step = int((directory / TRACKER).read_text())
         # Between a rename and the tracker the new checkpoint is complete already, but either will do.
         found = [path for path in found if step_of(path) == step] or found
-    return str(found[-1]) if found else None
+    return found[-1] if found else None
 
 
 def first_pass(step: int, batches: int, steps: int) -> int:

@@ -21,7 +21,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +48,7 @@ from ascend_rl.weights.qwen3 import (
     mcore_tensors,
     read_model,
 )
-from ascend_rl.weights.safetensors import Safetensors, header
+from ascend_rl.weights.safetensors import Described, Safetensors, Source, header
 from ascend_rl.weights.torch_dist import ITEMSIZE, Archive, Checkpoint
 from ascend_rl.weights.workers import Progress, Scratch, in_parallel
 
@@ -95,7 +95,7 @@ def experts_per_chunk(model: Model, options: Options) -> int:
 # -------------------------------------------------------------------- is it this model?
 
 
-def check_hf(model: Model, source: Safetensors) -> None:
+def check_hf(model: Model, source: Source) -> None:
     """Refuse missing, extra and misshapen tensors, by name."""
     wanted, found = hf_tensors(model), source.tensors
     if model.tied and "lm_head.weight" in found:
@@ -113,7 +113,7 @@ def check_hf(model: Model, source: Safetensors) -> None:
     )
 
 
-def _check_tied(source: Safetensors) -> None:
+def _check_tied(source: Source) -> None:
     """A tied model may store its output layer too, if it is the embedding."""
     head, embedding = (source.tensors.get(n) for n in ("lm_head.weight", "model.embed_tokens.weight"))
     same = embedding is not None and (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
@@ -268,7 +268,7 @@ def to_mcore(
         check_hf(model, source)
         plan = plan_mcore(model, source, options)
         digest = digest_of(
-            "mcore", model, experts_per_chunk(model, options), options.dtype, source.fingerprint.hexdigest()
+            "mcore", model, experts_per_chunk(model, options), options.dtype, source.fingerprint()
         )
 
         def copy(number: int, scratch: Scratch) -> None:
@@ -294,7 +294,7 @@ def to_mcore(
                 if options.verify:
                     checkpoint = Checkpoint(output.partial)
                     with contextlib.closing(checkpoint):
-                        compare(model, source, checkpoint, options, "hf")
+                        compare(source, MegatronWeights(model, checkpoint), options)
                 output.publish()
     return Path(output_path)
 
@@ -339,14 +339,38 @@ class HfPlan:
     sizes: dict[str, int]
 
 
-def plan_hf(model: Model, checkpoint: Checkpoint, stacks: dict[str, list[Rows]], options: Options) -> HfPlan:
+class MegatronWeights:
+    """A Megatron checkpoint by Hugging Face's names: a `Source`."""
+
+    def __init__(self, model: Model, checkpoint: Checkpoint):
+        self.directory, self.checkpoint, self.stacks = checkpoint.directory, checkpoint, hf_stacks(model)
+        self.tensors: dict[str, Described] = {}
+        for name, shape in hf_tensors(model).items():
+            dtypes = {checkpoint.tensors[part.name][0] for part in self.stacks[name]}
+            if len(dtypes) > 1:
+                raise CannotWork(f"{name} is stored in different dtypes; save the checkpoint again")
+            self.tensors[name] = Described(dtypes.pop(), shape)
+
+    def rows(self, name: str, row: int, rows: int, buffer: np.ndarray | None = None) -> np.ndarray:
+        width = self.tensors[name].row_bytes
+        out = (np.empty(rows * width, np.uint8) if buffer is None else buffer[: rows * width]).reshape(
+            rows, width
+        )
+        read_rows(self.stacks[name], self.checkpoint, row, out)
+        return out
+
+    def fingerprint(self) -> str:
+        return self.checkpoint.fingerprint()
+
+    def close(self) -> None:
+        self.checkpoint.close()
+
+
+def plan_hf(model: Model, source: Source, options: Options) -> HfPlan:
     files: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     file_bytes = 0
     for name, shape in hf_tensors(model).items():
-        dtypes = {checkpoint.tensors[part.name][0] for part in stacks[name]}
-        if len(dtypes) > 1:
-            raise CannotWork(f"{name} is stored in different dtypes; save the checkpoint again")
-        dtype = options.dtype or dtypes.pop()
+        dtype = options.dtype or source.tensors[name].dtype
         size = math.prod(shape) * ITEMSIZE[dtype]
         if files[-1] and file_bytes + size > options.shard_bytes:
             files.append({})
@@ -371,37 +395,38 @@ def to_hf(
     """Convert a torch_dist checkpoint, sharded in any way, to safetensors with the configuration of
     ``hf_path``.
     """
-    hf_path = Path(hf_path)
     model, checkpoint = read_model(hf_path), Checkpoint(mcore_path)
     with contextlib.closing(checkpoint):
         check_checkpoint(model, checkpoint)
-        stacks, shapes = hf_stacks(model), hf_tensors(model)
-        plan = plan_hf(model, checkpoint, stacks, options)
-        digest = digest_of("hf", model, options.dtype, options.shard_bytes, checkpoint.fingerprint())
+        return write_hf(model, MegatronWeights(model, checkpoint), Path(hf_path), Path(output_path), options)
 
-        def copy(number: int, scratch: Scratch) -> None:
-            name, place = plan.names[number], plan.places[number]
-            have, position = checkpoint.tensors[stacks[name][0].name][0], place.offset
-            row_bytes = math.prod(shapes[name][1:]) * ITEMSIZE[have]
-            for row, rows in bands(shapes[name][0], row_bytes):
-                values = scratch(rows * row_bytes).reshape(rows, row_bytes)
-                read_rows(stacks[name], checkpoint, row, values)
-                values = np.ascontiguousarray(cast(values, have, options.dtype or have, name))
-                data = memoryview(values).cast("B")
-                write_exactly(output.fd(place.file), data, position)
-                position += len(data)
 
-        with Output(Path(output_path), digest, plan.sizes, plan.places) as output:
-            if not output.complete:
-                write_all(output, copy, options, "to hf")
-                finish_hf(output, hf_path, options, plan)
-                if options.verify:
-                    written = Safetensors(output.partial)
-                    with contextlib.closing(written):
-                        check_hf(model, written)
-                        compare(model, written, checkpoint, options, "mcore")
-                output.publish()
-    return Path(output_path)
+def write_hf(model: Model, source: Source, hf_path: Path, output_path: Path, options: Options) -> Path:
+    """Write a source that was checked as safetensors with the configuration of ``hf_path``."""
+    plan = plan_hf(model, source, options)
+    digest = digest_of("hf", model, options.dtype, options.shard_bytes, source.fingerprint())
+
+    def copy(number: int, scratch: Scratch) -> None:
+        name, place = plan.names[number], plan.places[number]
+        stored, position = source.tensors[name], place.offset
+        for row, rows in bands(stored.shape[0], stored.row_bytes):
+            values = source.rows(name, row, rows, scratch(rows * stored.row_bytes))
+            values = np.ascontiguousarray(cast(values, stored.dtype, options.dtype or stored.dtype, name))
+            data = memoryview(values).cast("B")
+            write_exactly(output.fd(place.file), data, position)
+            position += len(data)
+
+    with Output(output_path, digest, plan.sizes, plan.places) as output:
+        if not output.complete:
+            write_all(output, copy, options, "to hf")
+            finish_hf(output, hf_path, options, plan)
+            if options.verify:
+                written = Safetensors(output.partial)
+                with contextlib.closing(written):
+                    check_hf(model, written)
+                    compare(source, written, options)
+            output.publish()
+    return output_path
 
 
 def finish_hf(output: Output, hf_path: Path, options: Options, plan: HfPlan) -> None:
@@ -428,31 +453,27 @@ def finish_hf(output: Output, hf_path: Path, options: Options, plan: HfPlan) -> 
 # -------------------------------------------------------------------- verifying
 
 
-def compare(model: Model, hf: Safetensors, checkpoint: Checkpoint, options: Options, source: str) -> None:
-    """Read both sides again, row by row, through the checkpoint's own index: any difference is an error.
+def compare(source: Source, copy: Source, options: Options) -> None:
+    """Read both sides again, row by row, through the indexes of their own: any difference is an error.
 
-    ``source`` (hf or mcore) is the side whose values are cast before they are compared.
+    The values of ``source`` are cast to the dtype that ``copy`` has them in.
     """
-    stacks = hf_stacks(model)
-    names = list(stacks)
-    sizes = [math.prod(hf.tensors[name].shape) * ITEMSIZE[hf.tensors[name].dtype] for name in names]
+    names = [name for name in copy.tensors if name in source.tensors]
+    sizes = [math.prod(copy.tensors[n].shape) * ITEMSIZE[copy.tensors[n].dtype] for n in names]
 
     def check(number: int, scratch: Scratch) -> None:
         name = names[number]
-        stored, key = hf.tensors[name], stacks[name][0].name
-        dtype = checkpoint.tensors[key][0]
-        row_bytes = stored.row_bytes // ITEMSIZE[stored.dtype] * ITEMSIZE[dtype]
-        for row, rows in bands(stored.shape[0], stored.row_bytes):
-            theirs = hf.rows(name, row, rows, scratch(rows * stored.row_bytes))
-            ours = np.empty((rows, row_bytes), np.uint8)
-            read_rows(stacks[name], checkpoint, row, ours)
-            if source == "hf":
-                theirs = cast(theirs, stored.dtype, dtype, name)
-            else:
-                ours = cast(ours, dtype, stored.dtype, name)
-            if not np.array_equal(ours, theirs):
-                wrong = row + int(np.flatnonzero((ours != theirs).any(-1))[0])
-                raise CannotWork(f"{name} differs from {key} in row {wrong}; the copy is bad")
+        have, want = source.tensors[name], copy.tensors[name]
+        for row, rows in bands(have.shape[0], have.row_bytes):
+            original = source.rows(name, row, rows, scratch(rows * have.row_bytes))
+            expected = cast(original, have.dtype, want.dtype, name)
+            found = copy.rows(name, row, rows)
+            if not np.array_equal(expected, found):
+                wrong = row + int(np.flatnonzero((expected != found).any(-1))[0])
+                raise CannotWork(
+                    f"{name} differs between {source.directory} and {copy.directory} in row {wrong}; "
+                    "the copy is bad"
+                )
 
     progress = Progress("verify", sum(sizes), quiet=options.quiet)
     in_parallel(check, range(len(names)), sizes, options.workers, progress)
@@ -465,4 +486,4 @@ def verify(hf_path: str | os.PathLike, mcore_path: str | os.PathLike, options: O
     with contextlib.closing(hf), contextlib.closing(checkpoint):
         check_hf(model, hf)
         check_checkpoint(model, checkpoint)
-        compare(model, hf, checkpoint, replace(options, dtype=None), "hf")
+        compare(hf, MegatronWeights(model, checkpoint), options)

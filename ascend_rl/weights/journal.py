@@ -55,7 +55,7 @@ class Output:
         if self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
             if not content or known is None or self.partial.exists():
                 raise CannotWork(
-                    f"{self.path} exists and is not overwritten; remove it or choose another --output_path"
+                    f"{self.path} exists and is not overwritten; remove it or choose another output directory"
                 )
             self.complete = True  # killed between the rename and the end
             return

@@ -16,6 +16,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -28,11 +29,9 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a safetensors file; ``start`` is the absolute offset of its values."""
+class Described:
+    """A tensor without its values."""
 
-    file: str
-    start: int
     dtype: str
     shape: tuple[int, ...]
 
@@ -41,13 +40,36 @@ class Stored:
         return math.prod(self.shape[1:]) * ITEMSIZE[self.dtype]
 
 
+@dataclass(frozen=True)
+class Stored(Described):
+    """A tensor in a safetensors file; ``start`` is the absolute offset of its values."""
+
+    file: str
+    start: int
+
+
+class Source(Protocol):
+    """Weights by Hugging Face's names, whatever holds them."""
+
+    directory: Path
+    tensors: Mapping[str, Described]
+
+    def rows(self, name: str, row: int, rows: int, buffer: np.ndarray | None = None) -> np.ndarray:
+        """[rows, row_bytes] uint8 of a tensor from ``row`` on, in ``buffer`` if one is given."""
+
+    def fingerprint(self) -> str:
+        """What tells these weights from others in the same place."""
+
+    def close(self) -> None: ...
+
+
 class Safetensors:
     """The safetensors of a directory, opened for reading byte ranges; every header is checked on opening."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.tensors: dict[str, Stored] = {}
-        self.fingerprint = hashlib.sha256()
+        self._content = hashlib.sha256()
         self._fds: dict[str, int] = {}
         index = directory / "model.safetensors.index.json"
         try:
@@ -77,7 +99,7 @@ class Safetensors:
             raise CannotWork(f"{path}: {error.strerror}; the index names it, download it again") from error
         except ValueError as error:
             raise CannotWork(f"{path} is not a safetensors file ({error}); download it again") from error
-        self.fingerprint.update(file.encode() + b"\n" + fingerprint(fd) + raw)
+        self._content.update(file.encode() + b"\n" + fingerprint(fd) + raw)
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
             if name in self.tensors:
@@ -92,12 +114,15 @@ class Safetensors:
         if entry["dtype"] not in DTYPES:
             raise CannotWork(f"{where} has dtype {entry['dtype']}; {', '.join(DTYPES)} are supported")
         begin, end = entry["data_offsets"]
-        stored = Stored(file, values + begin, DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        stored = Stored(DTYPES[entry["dtype"]], tuple(entry["shape"]), file, values + begin)
         if end - begin != math.prod(stored.shape) * ITEMSIZE[stored.dtype]:
             raise CannotWork(f"{where} {stored.shape} has {end - begin} bytes; the file is damaged")
         if values + end > file_bytes:
             raise CannotWork(f"{where} ends beyond the file, which is cut off; download it again")
         return stored
+
+    def fingerprint(self) -> str:
+        return self._content.hexdigest()
 
     def rows(self, name: str, row: int, rows: int, buffer: np.ndarray | None = None) -> np.ndarray:
         """[rows, row_bytes] uint8."""

@@ -292,6 +292,21 @@ class _FileSlice(io.RawIOBase):
         return data
 
 
+def record_start(fd: int, archive_offset: int, entry: zipfile.ZipInfo) -> int:
+    """Where in the file the bytes of an archive's stored record begin."""
+    header = archive_offset + entry.header_offset
+    name_length, extra_length = struct.unpack("<HH", os.pread(fd, 4, header + 26))
+    return header + 30 + name_length + extra_length
+
+
+def contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether values of these strides lie one behind the other, in order."""
+    expected = (math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return 0 in shape or all(
+        size == 1 or stride == wanted for size, stride, wanted in zip(shape, strides, expected, strict=True)
+    )
+
+
 class _TensorUnpickler(pickle.Unpickler):
     """Reads dtype, numel, storage offset, shape and strides of a saved tensor; refuses to build anything
     else.
@@ -422,17 +437,11 @@ class Checkpoint:
             raise CannotWork(f"{where}: not a tensor archive ({error}); the file is damaged") from error
         if tuple(shape) != chunk.sizes or stored_dtype != dtype:
             raise CannotWork(f"{where}: holds {stored_dtype} {shape}, .metadata says {dtype} {chunk.sizes}")
-        numel, expected = math.prod(shape), tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        real = [axis for axis, size in enumerate(shape) if size > 1]
-        if any(strides[axis] != expected[axis] for axis in real) or entry.compress_type != zipfile.ZIP_STORED:
+        if not contiguous(shape, strides) or entry.compress_type != zipfile.ZIP_STORED:
             raise CannotWork(f"{where}: values are not stored contiguously; save it again with megatron-core")
-        if entry.file_size < (offset + numel) * ITEMSIZE[dtype]:
+        if entry.file_size < (offset + math.prod(shape)) * ITEMSIZE[dtype]:
             raise CannotWork(f"{where}: {entry.file_size} bytes are too few for {shape}; the file is damaged")
-        name_length, extra_length = struct.unpack(
-            "<HH", os.pread(fd, 4, place.offset + entry.header_offset + 26)
-        )
-        header_length = 30 + name_length + extra_length
-        start = place.offset + entry.header_offset + header_length + offset * ITEMSIZE[dtype]
+        start = record_start(fd, place.offset, entry) + offset * ITEMSIZE[dtype]
         self._values[place.file, place.offset] = start
         return fd, start
 
