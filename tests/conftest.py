@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ascend_rl.settings.counts import VARIABLE, counted
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Before anything imports vllm or torch: the variables of internal/cpu_env.sh.
@@ -46,6 +48,14 @@ def same_environment():
     for name in after.keys() - before.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in before.items() if after.get(name) != value})
+
+
+@pytest.fixture
+def counts(tmp_path, monkeypatch):
+    """Called, what features have counted so far in this test, without what never happened."""
+    file = tmp_path / "counts"
+    monkeypatch.setenv(VARIABLE, str(file))
+    return lambda: {name: times for name, times in counted(file).items() if times}
 
 
 @pytest.fixture(scope="session")

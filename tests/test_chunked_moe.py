@@ -45,13 +45,13 @@ def experts(calls: list[int], cumulative: bool = False):
 @pytest.mark.parametrize("kind", ["ALLTOALL", "ALLGATHER"])
 @pytest.mark.parametrize("cumulative", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_chunks_bring_what_the_whole_does(monkeypatch, kind, cumulative, scaled):
+def test_chunks_bring_what_the_whole_does(monkeypatch, counts, kind, cumulative, scaled):
     x, logits, calls = torch.randn(201, 8), torch.randn(201, 4), []
     given = {"x": x, "router_logits": logits, "pertoken_scale": torch.rand(201) if scaled else None}
     expected = experts([], cumulative)(**given, layer="layer")
     monkeypatch.setenv(SWITCH, "64")
     found = in_chunks(experts(calls, cumulative), context(201, kind), False)(**given, layer="layer")
-    assert calls == [51, 50, 50, 50]
+    assert calls == [51, 50, 50, 50] and counts() == {"chunked_moe": 4}
     torch.testing.assert_close(found.routed_out, expected.routed_out)
     assert found.expert_tokens.tolist() == expected.expert_tokens.tolist()
     assert (found.before_dispatch_evt, found.before_combine_evt) == (1, 40)

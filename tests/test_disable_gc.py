@@ -51,7 +51,7 @@ class Engine:
             Engine.inside = False
 
 
-def test_collection_is_after_every_step_and_not_in_it(collected):
+def test_collection_is_after_every_step_and_not_in_it(collected, counts):
     engine, thresholds = Engine(), gc.get_threshold()
     for _ in range(5):
         del collected[:]
@@ -59,6 +59,7 @@ def test_collection_is_after_every_step_and_not_in_it(collected):
         assert collected and not any(inside for _, inside in collected)
         assert gc.isenabled() and gc.get_threshold() == thresholds
     assert engine.step.__doc__ == "The step."
+    assert counts().keys() == {"gc_between"} and counts()["gc_between"] >= 5
 
 
 def test_even_a_step_that_allocates_little_is_followed_by_a_young_collection(collected):
@@ -80,11 +81,12 @@ def test_what_was_off_stays_off(collected):
 
 
 @pytest.mark.parametrize("value", ["0", "", "false"])
-def test_switched_off_python_collects_in_the_step(collected, monkeypatch, value):
+def test_switched_off_python_collects_in_the_step(collected, monkeypatch, counts, value):
     monkeypatch.setenv("ROLLOUT_DISABLE_GC", value)
     engine = Engine()
     assert engine.step() == "executed" and engine.enabled and "_collector" not in vars(engine)
-    assert any(inside for _, inside in collected)
+    within = [inside for _, inside in collected].count(True)
+    assert within and counts() == {"gc_within": within}
 
 
 def test_a_value_that_is_no_switch_is_refused(monkeypatch):
@@ -109,7 +111,7 @@ class Counts:
         return 5, 3, self.oldest
 
     def get_stats(self):
-        return [None, None, {"collections": self.fulls}]
+        return [{"collections": 0}, {"collections": 0}, {"collections": self.fulls}]
 
     def enable(self):
         self.seen.append(self.thresholds)
@@ -176,21 +178,21 @@ def test_a_threshold_of_0_means_never_and_stays(monkeypatch):
     assert counts.seen == [(0, 11, 10)]
 
 
-def test_a_worker_collects_after_the_last_call_of_a_step_only(collected):
+def test_a_worker_collects_after_the_last_call_of_a_step_only(collected, counts):
     """execute_model without output goes on in sample_tokens; with output, and other calls, it is the last."""
     calls = [("execute_model", None), ("sample_tokens", 1), ("execute_model", 1), (b"any", None)]
     try:
         collector = disable_gc.CallCollector()
-        frozen, counts = gc.get_freeze_count(), []
+        frozen, times = gc.get_freeze_count(), []
         assert frozen > 0 and not gc.isenabled()
         for call in calls:
             collected.clear()
             Engine.allocated = [[] for _ in range(2000)]
             assert collected == []
             collector.after(*call)
-            counts.append(len(collected))
+            times.append(len(collected))
             assert not gc.isenabled()
-        assert counts[0] == 0 and min(counts[1:]) >= 1
+        assert times[0] == 0 and min(times[1:]) >= 1 and counts() == {"gc_between": sum(times)}
         collector.after("compile_or_warm_up_model", 1.0)
         assert gc.get_freeze_count() > frozen  # what the start has left
     finally:
@@ -199,7 +201,7 @@ def test_a_worker_collects_after_the_last_call_of_a_step_only(collected):
 
 @pytest.mark.parametrize(("switch", "was_on"), [("0", True), ("1", False)])
 def test_a_worker_leaves_collection_as_it_is_without_the_switch_or_when_it_is_off(
-    collected, monkeypatch, switch, was_on
+    collected, counts, monkeypatch, switch, was_on
 ):
     monkeypatch.setenv("ROLLOUT_DISABLE_GC", switch)
     if not was_on:
@@ -208,4 +210,11 @@ def test_a_worker_leaves_collection_as_it_is_without_the_switch_or_when_it_is_of
     collector = disable_gc.CallCollector()
     collector.after("compile_or_warm_up_model", 1.0)
     collector.after("sample_tokens", 1)
-    assert gc.isenabled() == was_on and collected == []
+    assert gc.isenabled() == was_on and collected == [] and not counts()
+    gc.collect()
+    collector.after("execute_model", None)  # the step goes on
+    assert not counts()
+    collector.after("sample_tokens", 1)
+    gc.collect()
+    collector.after("wake_up", None)  # not a step
+    assert counts() == {"gc_within": 1}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ascend_rl.experts.eplb import rebalance_table
-from ascend_rl.experts.eplb_policy import VllmAscendPolicy, answer, failure
+from ascend_rl.experts.eplb_policy import Moves, VllmAscendPolicy, answer, failure
 
 
 class Worker(SimpleNamespace):
@@ -45,6 +45,13 @@ def test_a_plan_comes_as_it_was_sent(result):
     results = queue.Queue()
     results.put(result)
     assert answer(results, worker(results, looks=0), poll_s=0.01) == result
+
+
+def test_experts_count_as_their_layer_moves(counts):
+    plan = Moves([([], [(1, 7), (2, 8)], "map", "slots", 0), ([(1, 5)], [], "map", "slots", 1)])
+    assert not counts()
+    assert plan.pop(0)[-1] == 0 and counts() == {"eplb": 2}
+    assert plan.pop(0)[-1] == 1 and counts() == {"eplb": 2}
 
 
 def test_an_answer_that_takes_long_is_awaited():

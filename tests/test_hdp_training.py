@@ -53,7 +53,7 @@ def test_bounds_without_a_ring_are_those_of_the_cp_group():
     assert hdp_training.place(torch.tensor([0, 8]), 8, 7) == (8, 7)
 
 
-def test_other_stages_of_a_pipeline_embed_nothing():
+def test_other_stages_of_a_pipeline_embed_nothing(counts):
     mask = torch.ones(2, 8, dtype=torch.bool)
     parallel = SimpleNamespace(cp_rank=1, tp_size=1, ring=lambda first, size: Ring((1,), 0, None))
     micro_batch = hdp_training.MicroBatch(torch.tensor([[0, 1], [1, 1]]), parallel)
@@ -61,6 +61,7 @@ def test_other_stages_of_a_pipeline_embed_nothing():
     packed, params = micro_batch.pack(ids, mask, PackedSeqParams, True)
     assert packed.tolist() == [list(range(8, 16))] and params.cu_seqlens_kv_padded.tolist() == [0, 8]
     assert micro_batch.pack(ids, mask, PackedSeqParams, False)[0] is ids
+    assert counts() == {"hdp_alone": 1}  # however often it is packed
 
 
 @pytest.mark.parametrize("multiple", [1, 2])

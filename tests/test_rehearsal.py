@@ -37,6 +37,7 @@ def test_the_report_says_what_was_replaced_and_what_never_ran(root, tmp_path, co
     (tmp_path / "record").mkdir()
     for number, record in enumerate(RECORDS):
         (tmp_path / f"record/{number}.json").write_text(json.dumps(record))
+    (tmp_path / "record/counts").write_text("eplb 3\nsam_drafted 1000\neplb 4\n")
     told = {"hdp/balance": 0.9, "timing_s/rollout_rebalance/moves": 3.0}  # as verl names what a rollout tells
     data = {"critic/rewards/mean": 0.5, "training/rollout_probs_diff_max": 0.01} | told
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": data}) + "\n")
@@ -48,6 +49,10 @@ def test_the_report_says_what_was_replaced_and_what_never_ran(root, tmp_path, co
     assert max(map(len, ran.stdout.splitlines())) <= columns
     assert "never" in ran.stdout and "hdp/balance" in ran.stdout
     report = json.loads((tmp_path / "rehearsal.json").read_text())
+    features = report["features"]
+    assert (features["eplb"], features["sam_drafted"], features["hdp_rings"]) == (7, 1000, 0)
+    assert "VLLM_ENABLE_EPLB=1" in ran.stdout and "1,000" in ran.stdout
+    assert "probability 0.01 apart at most" in " ".join(ran.stdout.split())
     assert report["metrics"].items() >= told.items()
     assert report["planned_mb"] == {} and "not planned" in ran.stdout  # nothing says what ran
     changed = {key: (before, after) for key, before, after in report["replaced"]}
@@ -59,6 +64,70 @@ def test_the_report_says_what_was_replaced_and_what_never_ran(root, tmp_path, co
     )  # the environment script's layout
     assert changed["data.max_response_length"] == ("32768", "16")
     assert "trainer.device" not in changed and "actor_rollout_ref.actor.whole_batch_loss" not in changed
+
+
+STEP = {"training/rollout_probs_diff_max": 2e-6}
+WEIGHTS = {"rollout_corr/rollout_is_max": 1 + 2e-6, "rollout_corr/rollout_is_min": 1 - 4e-5}
+RESPONSES = {"rollout_corr/log_ppl_diff_max": 1e-6, "rollout_corr/log_ppl_diff_min": -3e-6}
+FLOAT32 = {"dtype": "float32", "top_k": -1, "top_p": 1.0, "temperature": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("rows", "rollout", "what", "largest", "met"),
+    [
+        ([STEP, {}], FLOAT32, "probability", 2e-6, True),
+        ([{}, STEP | {"training/rollout_probs_diff_max": 2e-5}, STEP], FLOAT32, "probability", 2e-5, False),
+        ([STEP | WEIGHTS | RESPONSES], FLOAT32, "log_prob", 4e-5, False),
+        ([RESPONSES], FLOAT32, "mean_log_prob", 3e-6, True),
+        ([STEP], FLOAT32 | {"dtype": "bfloat16"}, "probability", 2e-6, None),
+        ([STEP], FLOAT32 | {"top_k": 50}, "probability", 2e-6, None),
+        ([STEP], FLOAT32 | {"top_p": 0.9}, "probability", 2e-6, None),
+    ],
+)
+def test_in_float32_the_worst_token_of_all_steps_is_within_the_bar(rows, rollout, what, largest, met):
+    found = rehearsal.gap(rows, rollout)
+    assert found[what] == pytest.approx(largest, rel=1e-3) and found["met"] is met
+    assert bool(found["why"]) == (met is None)
+    assert ("MORE than" in rehearsal.verdict(found)) == (met is False)
+    assert "mean_log_prob" not in found or STEP.items().isdisjoint(rows[0].items())
+
+
+def test_steps_that_compare_nothing_are_not_within_the_bar():
+    found = rehearsal.gap([{"actor/pg_loss": 0.1}], FLOAT32)
+    assert found["met"] is None and found["why"] == "nothing was compared"
+
+
+def test_the_table_of_docs_is_made_from_the_reports(root, tmp_path):
+    runs = []
+    for name, met in (("a", True), ("b", False)):
+        runs.append(tmp_path / name)
+        runs[-1].mkdir()
+        report = {
+            "recipe": f"gspo_{name}", "dtype": "float32",
+            "layout": "2 dies: fsdp2 SP2; 1 x TP2", "seconds": 98,
+            "counts": {"decode graphs replayed": {"trainer": 0, "rollout": 1046}},
+            "features": {"eplb": 7, "hdp_rings": 0},
+            "gap": {"probability": 1.2e-6, "bar": 1e-5, "met": met, "why": ""},
+        }  # fmt: skip
+        (runs[-1] / "rehearsal.json").write_text(json.dumps(report))
+    command = [sys.executable, "-m", "ascend_rl.rehearsal", "--table", *runs]
+    told = subprocess.run(command, cwd=root, text=True, capture_output=True, check=True).stdout.splitlines()
+    assert told[2:] == [
+        "| gspo_a, float32 | 2 dies: fsdp2 SP2; 1 x TP2 | 98 | 1,046 | probability 1.2e-06: within the bar "
+        "| experts received from other dies: 7 |",
+        "| gspo_b, float32 | 2 dies: fsdp2 SP2; 1 x TP2 | 98 | 1,046 | probability 1.2e-06: **MISSED** "
+        "| experts received from other dies: 7 |",
+    ]
+
+
+def test_the_layout_is_that_of_the_run():
+    rollout = {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "expert_parallel_size": 4}
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 1, "expert_model_parallel_size": 2}
+    actor = {"strategy": "megatron", "megatron": sizes}
+    config = {"actor_rollout_ref": {"actor": actor, "rollout": rollout}, "trainer": {"n_gpus_per_node": 8}}
+    assert rehearsal.layout(config) == "8 dies: megatron TP2 EP2; 2 x TP2 DP2 EP4"
+    actor.update(strategy="fsdp2", ulysses_sequence_parallel_size=2)
+    assert rehearsal.layout(config) == "8 dies: fsdp2 SP2; 2 x TP2 DP2 EP4"
 
 
 def test_without_records_there_are_no_counts():
@@ -107,7 +176,7 @@ def test_the_plan_is_of_the_sizes_that_ran(tmp_path, blocks, bucket):
     plan = json.loads(subprocess.run(command, text=True, capture_output=True, check=False).stdout)
     cache = blocks * 128 * 28 * 2 * 4 * 128 * 2  # tokens, layers, K and V, heads of a die, channels, bytes
     wanted = plan["rollout"]["weights_bytes"] + plan["rollout"]["prefill_bytes"] + cache
-    found = rehearsal.planned(tmp_path)
+    found = rehearsal.planned(rehearsal.configuration(tmp_path))
     assert found["rollout"] * 1e6 == pytest.approx(wanted)
     if bucket > 1000:
         assert found["die"] * 1e6 == pytest.approx(plan["sync_bytes"] + (bucket << 20))
@@ -121,4 +190,4 @@ def test_what_cannot_be_planned_is_not(tmp_path):
     hydra_wrote(
         tmp_path, {"trainer": {"device": "npu"}, "actor_rollout_ref": {"model": {"path": "/nowhere/own"}}}
     )
-    assert rehearsal.planned(tmp_path) == {}
+    assert rehearsal.planned(rehearsal.configuration(tmp_path)) == {}

@@ -303,7 +303,7 @@ def test_a_moved_request_takes_new_random_numbers():
 
 
 @pytest.mark.parametrize("engines", [(1, 1), (2,)], ids=str)
-def test_planner_and_mover_together_shorten_a_skewed_rollout(engines):
+def test_planner_and_mover_together_shorten_a_skewed_rollout(engines, counts):
     """The real planner; every other request is long, so that one server or engine gets all long ones."""
     requests = [([7, i], {"min_tokens": n, "max_tokens": n}) for i, n in enumerate([60, 4] * 8)]
     from ascend_rl.rollout.rollout_rebalance import plan
@@ -313,7 +313,7 @@ def test_planner_and_mover_together_shorten_a_skewed_rollout(engines):
     assert [(o.token_ids, o.log_probs) for o in found] == [(o.token_ids, o.log_probs) for o in expected]
     steps = [max(engine.steps for engine in rollout.engines.values()) for rollout in (stayed, moved)]
     assert steps[1] < 0.75 * steps[0], steps
-    assert moved.metrics["moves_waiting"] > 0
+    assert moved.metrics["moves_waiting"] > 0 and counts() == {"rollout_rebalance": moved.metrics["moves"]}
     assert moved.metrics["idle_share"] < stayed.metrics["idle_share"]
     gears = [value for key, value in moved.metrics.items() if key.startswith("gear_share/")]
     assert sum(gears) == pytest.approx(1) and len(gears) > 1

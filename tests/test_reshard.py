@@ -200,7 +200,7 @@ def reshard_in(rank: int, cases: list[tuple[Train, Rollout, int]]) -> list[tuple
     return results
 
 
-def test_experts_arrive_bit_for_bit():
+def test_experts_arrive_bit_for_bit(counts):
     cases = [
         (Train(4, 1, ((0, 1),)), Rollout(2, 2, 4), 8),  # the trap of a split that starts at 0
         (Train(4, 4, ((0, 1),)), Rollout(2, 1, 2), 8),  # training EP > rollout EP
@@ -209,11 +209,13 @@ def test_experts_arrive_bit_for_bit():
         (Train(4, 2, ((0,), (1,))), Rollout(4, 1, 4), 4),
         (Train(4, 4, ((0, 1, 2),)), Rollout(4, 1, 4), 4),  # nothing has to move
     ]
-    slice_bytes = 2 * HIDDEN * INTERMEDIATE
+    slice_bytes, sent = 2 * HIDDEN * INTERMEDIATE, 0
     for rank, results in enumerate(run_ranks(4, reshard_in, cases)):
         for case, (right, received_bytes, buffer_bytes) in zip(cases, results, strict=True):
             train, rollout, experts = case
             needed, owned = needed_sets(*case)[rank], owned_sets(train, experts)[rank]
             assert right, f"{case}, rank {rank}: wrong experts"
             assert received_bytes == len(needed - owned) * len(PARTS) * slice_bytes, f"{case}, rank {rank}"
+            sent += received_bytes // slice_bytes
             assert buffer_bytes <= experts // rollout.ep * len(PARTS) * slice_bytes, f"{case}, rank {rank}"
+    assert counts() == {"moe_alltoallv": sent}

@@ -68,11 +68,14 @@ def repeating(count: int) -> list[int]:
     return [i % 7 + 1 for i in range(count)]
 
 
-def test_drafts_what_repeats_and_only_after_a_sampled_token():
+def test_drafts_what_repeats_and_only_after_a_sampled_token(counts):
     runner = Runner({"a": repeating(30), "within its prompt": repeating(30)})
     drafts = runner.follow("a", repeating(100))
     end = len(runner.texts["a"])
     assert drafts[-1] == repeating(end + 4)[end:] and len(drafts) < 30
+    # What each step emits is what was right, and one more; the last drafts have not been verified.
+    right = end - 30 - len(drafts)
+    assert counts() == {"sam_drafted": sum(map(len, drafts)), "sam_accepted": right}
     assert runner.step({"a": repeating(end + 1)[end:]})["within its prompt"] == []
 
 

@@ -58,11 +58,11 @@ def test_the_lengths_of_the_last_rollout_of_a_prompt_count():
         placer.learn(["x", "y"], [1])
 
 
-def test_a_batch_goes_out_by_servers_and_comes_back_in_order():
+def test_a_batch_goes_out_by_servers_and_comes_back_in_order(counts):
     manager = Manager(True)
     attach(manager)
     prompts = ["short", "short", "long", "long", "middle", "middle"]
-    marks = np.arange(6)
+    marks, moved = np.arange(6), 0
     for known in (0, 1):
         batch = Batch(prompts, mark=marks)
         output = manager.generate_sequences(batch)
@@ -73,6 +73,8 @@ def test_a_batch_goes_out_by_servers_and_comes_back_in_order():
         predicted = np.array([LENGTH[prompt] for prompt in prompts]) if known else None
         placed = place(prompts, 2, predicted)
         assert manager.sent[-1] == [("ab"[placed.rank[i]], prompts[i]) for i in placed.order]
+        moved += sum(placed.rank != [0, 0, 0, 1, 1, 1])  # verl's order, cut into two parts
+        assert counts() == {"data_rebalance": moved} | ({"known_lengths": 6} if known else {}) and moved > 0
     longest_first = [prompt for server, prompt in manager.sent[-1] if server == "a"]
     assert longest_first == ["long", "middle", "short"]
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ascend_rl.settings.counts import count
 from ascend_rl.settings.switch import CannotWork, refuse
 
 SWITCH = "VLLM_FUSED_MOE_CHUNK_SIZE"  # vLLM's own name, which vllm-ascend 0.13 does not read
@@ -67,6 +68,7 @@ def in_chunks(apply: Callable[..., Any], context: Any, gate_overlaps: bool) -> C
                 x.tensor_split(chunks), router_logits.tensor_split(chunks), scales, strict=True
             )
         ]
+        count("chunked_moe", chunks)
         loads = [result.expert_tokens for result in results]  # counts, or their cumulative sums
         return replace(
             results[-1],

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_rl.experts.eplb import rebalance_table
+from ascend_rl.settings.counts import count
 
 
 class VllmAscendPolicy:
@@ -63,6 +64,15 @@ def answer(results: Any, worker: Any, poll_s: float = 1.0) -> Any:
         return result
 
 
+class Moves(list):
+    """A plan: (experts sent, received, maps) of each layer, which vllm-ascend pops as it moves."""
+
+    def pop(self, index=-1):
+        move = super().pop(index)
+        count("eplb", len(move[1]))
+        return move
+
+
 def plan_of_all(results: Any, worker: Any, device: torch.device) -> Any:
     """What this rank's worker has planned; None on all ranks if that of any has failed. Called by all ranks.
 
@@ -76,4 +86,4 @@ def plan_of_all(results: Any, worker: Any, device: torch.device) -> Any:
         plan = None
     failed = torch.tensor([plan is None], dtype=torch.int32, device=device)
     dist.all_reduce(failed)
-    return None if failed.item() else plan
+    return None if failed.item() else Moves(plan)

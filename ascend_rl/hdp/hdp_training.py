@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ascend_rl.settings.counts import count
 from ascend_rl.settings.switch import CannotWork, refuse, switched_on
 
 if TYPE_CHECKING:  # numba takes long to import, and this module is imported wherever megatron-core is
@@ -153,6 +154,7 @@ class MicroBatch:
     def share(self, mask: torch.Tensor) -> Share:
         if self._share is None:
             self._share = Share(mask, self.mine, self.ring, self.parallel.tp_size)
+            count("hdp_rings" if self.ring.size > 1 else "hdp_alone")
         return self._share
 
     def pack(self, values: torch.Tensor, mask: torch.Tensor, packed_seq_params: type, first_stage: bool):

@@ -24,11 +24,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ascend_rl.settings.counts import count
 from ascend_rl.settings.switch import switched_on
 
 SHARE = 0.02  # of the time of steps, for full collections
 OVERDUE = 10  # times the threshold of Python: then a full collection needs no payment, and memory is bounded
 NEVER = 1 << 30  # a threshold no count reaches
+STEP = ("execute_model", "sample_tokens")  # a worker's calls within a step
+
+
+def collections() -> int:
+    """How often Python has collected in this process, any generation."""
+    return sum(generation["collections"] for generation in gc.get_stats())
 
 
 class Allocated:
@@ -45,6 +52,7 @@ class Collector:
         """Switch collection on, and collect; ``step_s``: what the step has taken."""
         self.credit_s += SHARE * step_s
         thresholds, fulls = gc.get_threshold(), gc.get_stats()[2]["collections"]
+        before = collections()
         overdue = gc.get_count()[2] > OVERDUE * thresholds[2]
         wait = self.credit_s < self.full_s and not overdue
         gc.set_threshold(min(1, thresholds[0]), thresholds[1], NEVER if wait else thresholds[2])
@@ -55,6 +63,7 @@ class Collector:
         if gc.get_stats()[2]["collections"] > fulls:
             self.full_s = time.perf_counter() - begin
             self.credit_s = min(self.credit_s - self.full_s, 0.0)
+        count("gc_between", collections() - before)
 
 
 class CallCollector:
@@ -66,6 +75,7 @@ class CallCollector:
         if self.on:
             self.freeze()
             gc.disable()
+        self.seen = collections()
 
     def freeze(self) -> None:
         """Leave what exists, such as the model, out of all later collections."""
@@ -74,8 +84,15 @@ class CallCollector:
 
     def after(self, method: str | bytes, output: Any) -> None:
         """Collect, unless the step goes on: ``method`` returned ``output``, which has been handed on."""
-        if not self.on or (method == "execute_model" and output is None):  # sample_tokens follows
+        if method == "execute_model" and output is None:  # sample_tokens follows
             return
+        if method in STEP:
+            count("gc_within", collections() - self.seen)
+        if self.on:
+            self.collect(method)
+        self.seen = collections()
+
+    def collect(self, method: str | bytes) -> None:
         if method == "compile_or_warm_up_model":  # the last call of the start
             self.freeze()
         self.collector.between_steps(time.perf_counter() - self.since)
@@ -86,15 +103,22 @@ class CallCollector:
 def collect_between(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """The method ``step`` of an engine; with ROLLOUT_DISABLE_GC=1 it collects after the step, not in it."""
 
+    def watched(engine: Any) -> bool:
+        before = collections()
+        try:
+            return step(engine)
+        finally:
+            count("gc_within", collections() - before)
+
     @functools.wraps(step)
     def quiet(engine: Any) -> bool:
         if not switched_on("ROLLOUT_DISABLE_GC") or not gc.isenabled():
-            return step(engine)
+            return watched(engine)
         collector = engine.__dict__.setdefault("_collector", Collector())
         begin = time.perf_counter()
         gc.disable()
         try:
-            executed = step(engine)
+            executed = watched(engine)
             collector.between_steps(time.perf_counter() - begin)
             return executed
         finally:

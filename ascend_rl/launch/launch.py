@@ -46,6 +46,7 @@ from ascend_rl.launch.launch_plan import (
 )
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 from ascend_rl.launch.supervise import Ending, descendants, processes, supervise
+from ascend_rl.settings import counts
 from ascend_rl.settings.logs import set_aside
 from ascend_rl.settings.switch import CannotWork, switched_on
 
@@ -321,7 +322,7 @@ class Restarts:
 
 def launch(plan: Plan) -> int:
     """Run everything on this node, again after failures where RESTARTS allows; returns the exit status."""
-    restarts = Restarts(int(plan.settings["RESTARTS"]))
+    restarts, begin = Restarts(int(plan.settings["RESTARTS"])), time.monotonic()
     for name in LAUNCHERS_OWN:
         os.environ.pop(name, None)
     os.environ.update(plan.environment())
@@ -331,6 +332,7 @@ def launch(plan: Plan) -> int:
         code, again = start(plan, restarts)
     if switched_on("SMOKE") and not code:
         told = [plan.script, str(plan.output_dir), "--environment", plan.env_script or ""]
+        told += ["--seconds", f"{time.monotonic() - begin:.0f}"]
         code = subprocess.run([sys.executable, "-m", "ascend_rl.rehearsal", *told]).returncode
     return code
 
@@ -349,6 +351,7 @@ def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
             record.mkdir(parents=True)
             os.environ["SOFTWARE_NPU_RECORD"] = str(record)
             os.environ["SOFTWARE_NPU_MEMORY_FILE"] = str(record / "memory")
+            os.environ[counts.VARIABLE] = str(record / "counts")
     except OSError as error:
         raise CannotWork(
             f"{error.filename} cannot be written: {error.strerror}; set OUTPUT_DIR and LOG_DIR"

@@ -2,12 +2,15 @@
 
     python -m ascend_rl.rehearsal internal/train_X.sh outputs/X
     python -m ascend_rl.rehearsal internal/train_X.sh outputs/X --environment internal/qwen3_32b_env.sh
+    python -m ascend_rl.rehearsal --table outputs/X outputs/Y      # of earlier rehearsals, in Markdown
 
 ray_start_npu.sh runs it at the end of a run with SMOKE=1. It counts what the processes recorded on the
 software NPU (OUTPUT_DIR/record, one file for each process): calls of operators, replays of graphs,
 collectives, memory that sleep took and wake-up brought back. On a real NPU there are no such files, and the
-counts are left out. What was replaced is the difference between the recipe's arguments with and without
-SMOKE=1. Memory is compared with memory_plan's plan of the sizes that ran, which Hydra's configuration tells.
+counts are left out. What features did, they count in OUTPUT_DIR/record/counts. What was replaced is the
+difference between the recipe's arguments with and without SMOKE=1. Memory is compared with memory_plan's
+plan of the sizes that ran, which Hydra's configuration tells. The largest gap between rollout and trainer is
+compared with GAP_BAR in float32, where the rollout samples from all tokens.
 Writes OUTPUT_DIR/rehearsal.json too. See docs/rehearsal.md.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections import Counter
@@ -26,6 +30,7 @@ from ascend_rl.preflight.lint_engines import plan_of
 from ascend_rl.preflight.lint_setup import ROLLOUT, VLLM, Setup
 from ascend_rl.preflight.verl_config import Resolved
 from ascend_rl.recipe.report import read_metrics
+from ascend_rl.settings.counts import COUNTED, counted
 
 # What counts as a sign of a feature: (what it is, where it is counted, names).
 SIGNS = (
@@ -61,6 +66,8 @@ METRICS = (
     "timing_s/rollout_rebalance/",
 )
 PROBS_DIFF = "training/rollout_probs_diff_"
+CORRECTION = "rollout_corr/"
+GAP_BAR = 1e-5  # in float32, whose rounding gives about 1e-6
 
 
 def records(directory: Path) -> list[dict]:
@@ -96,18 +103,63 @@ def peaks(found: list[dict]) -> dict[str, float]:
     return most
 
 
-def planned(output_dir: Path) -> dict[str, float]:
+def configuration(output_dir: Path) -> dict:
+    """Hydra's configuration of the run; empty if there is none."""
+    from omegaconf import OmegaConf
+
+    file = output_dir / "hydra/.hydra/config.yaml"
+    return OmegaConf.to_container(OmegaConf.load(file), resolve=True) if file.exists() else {}
+
+
+def gap(rows: list[dict], rollout: dict) -> dict:
+    """The largest difference between rollout and trainer in any step, and whether it should be below GAP_BAR.
+
+    Args:
+        rows: verl's metrics of each step.
+        rollout: actor_rollout_ref.rollout of the run.
+
+    Returns:
+        "probability", and "log_prob" where importance weights tell it, of a token; where the trainer computes
+        no old log-probs, "mean_log_prob" of a response. "met": whether all are within the bar, or None,
+        and "why" they are not compared with it.
+    """
+
+    def largest(*keys: str, of=abs) -> float | None:
+        return max((of(row[key]) for row in rows for key in keys if row.get(key) is not None), default=None)
+
+    found = {
+        "probability": largest(f"{PROBS_DIFF}max"),
+        "log_prob": largest(
+            f"{CORRECTION}rollout_is_max",
+            f"{CORRECTION}rollout_is_min",
+            of=lambda w: abs(math.log(w or 1e-45)),
+        ),
+    }
+    if found["probability"] is None:
+        found["mean_log_prob"] = largest(f"{CORRECTION}log_ppl_diff_max", f"{CORRECTION}log_ppl_diff_min")
+    found = {what: value for what, value in found.items() if value is not None}
+    cut = [
+        f"{key} {rollout[key]}" for key, off in (("top_k", -1), ("top_p", 1)) if rollout.get(key, off) != off
+    ]
+    why = ""
+    if not found:
+        why = "nothing was compared"
+    elif rollout.get("dtype") != "float32":
+        why = f"it ran in {rollout.get('dtype', 'bfloat16')}; SMOKE_DTYPE=float32 compares"
+    elif cut:
+        why = f"{' and '.join(cut)}: the rollout's probabilities are of the tokens left, the trainer's of all"
+    met = None if why else max(found.values()) <= GAP_BAR
+    return found | {"bar": GAP_BAR, "met": met, "why": why}
+
+
+def planned(config: dict) -> dict[str, float]:
     """What memory_plan expects of each of `peaks`, MB, in numbers of 16 bits; empty for what it cannot plan.
 
     The KV cache has the blocks that the rehearsal gives it, and not the rest of the die. Weights go to the
     rollout in buckets, of which the trainer has one on the die where processes can share memory.
     """
-    from omegaconf import OmegaConf
-
-    file = output_dir / "hydra/.hydra/config.yaml"
-    if not file.exists():
+    if not config:
         return {}
-    config = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     setup = Setup(Run(env=dict(os.environ)), Resolved(config), {})
     plan = plan_of(setup)
     if not plan or not plan.training or not plan.rollout:
@@ -176,10 +228,77 @@ def show(script: str, report: dict) -> None:
             plan = report["planned_mb"].get(of)
             memory.add_row(of, f"{most:.2f}", "not planned" if plan is None else f"{plan:.2f}")
         console.print(memory)
+    if report["features"]:
+        did = table("what the features did", "counted over all processes", "switch", "times")
+        for name, times in report["features"].items():
+            did.add_row(*COUNTED[name], f"{times:,}" if times else "never")
+        console.print(did)
     told = table("what the features tell", "metric of the last step", "")
     for key, value in report["metrics"].items():
         told.add_row(key, f"{value:.3g}" if isinstance(value, float) else str(value))
     console.print(told)
+    console.print(verdict(report["gap"]))
+
+
+def verdict(found: dict) -> str:
+    """
+    >>> verdict({"probability": 1.2e-6, "bar": 1e-5, "met": True, "why": ""})
+    'rollout and trainer: probability 1.2e-06 apart at most, within 1e-05: the same model'
+    """
+    gaps = {what: value for what, value in found.items() if what not in ("bar", "met", "why")}
+    apart = ", ".join(f"{what} {value:.2g}" for what, value in gaps.items()) or "nothing"
+    end = {
+        True: f"within {found['bar']}: the same model",
+        False: f"MORE than {found['bar']}: not the same model",
+        None: f"not compared with {found['bar']}: {found['why']}",
+    }
+    return f"rollout and trainer: {apart} apart at most, {end[found['met']]}"
+
+
+TRAINED = {
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "context_parallel_size": "CP",
+    "expert_model_parallel_size": "EP",
+    "ulysses_sequence_parallel_size": "SP",
+}
+ROLLED_OUT = {"tensor_model_parallel_size": "TP", "data_parallel_size": "DP", "expert_parallel_size": "EP"}
+
+
+def layout(config: dict) -> str:
+    """The dies, and the parallel sizes above 1 of training and of rollout."""
+    actor, rollout = (config["actor_rollout_ref"][of] for of in ("actor", "rollout"))
+    dies, strategy = config["trainer"]["n_gpus_per_node"], actor["strategy"]
+    servers = dies // (rollout["tensor_model_parallel_size"] * rollout["data_parallel_size"])
+
+    def above_1(sizes: dict, names: dict[str, str]) -> list[str]:
+        return [f"{name}{sizes[key]}" for key, name in names.items() if (sizes.get(key) or 1) > 1]
+
+    trained = [strategy, *above_1(actor["megatron"] if strategy == "megatron" else actor, TRAINED)]
+    rolled_out = [f"{servers} x", *above_1(rollout, ROLLED_OUT)]
+    return f"{dies} dies: {' '.join(trained)}; {' '.join(rolled_out)}"
+
+
+def markdown(reports: list[dict]) -> str:
+    """A row for each rehearsal: what docs/rehearsal.md shows."""
+    rows = ["| rehearsal | dies: trained on; rolled out on | s | graphs replayed | gap | counted |"]
+    rows += ["| --- | --- | --- | --- | --- | --- |"]
+    for report in reports:
+        found = report["gap"]
+        gaps = [f"{what} {found[what]:.2g}" for what in found if what not in ("bar", "met", "why")]
+        judged = {True: "within the bar", False: "**MISSED**", None: "not compared"}[found["met"]]
+        did = [f"{COUNTED[name][0]}: {times:,}" for name, times in report["features"].items() if times]
+        replays = sum(report["counts"].get("decode graphs replayed", {}).values())
+        cells = (
+            f"{report['recipe']}, {report['dtype']}",
+            report["layout"],
+            str(report["seconds"] or "-"),
+            f"{replays:,}",
+            f"{'; '.join(gaps)}: {judged}",
+            "; ".join(did),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def main() -> None:
@@ -188,18 +307,32 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("script", help="the training script that was rehearsed")
-    parser.add_argument("output_dir", type=Path, help="its OUTPUT_DIR")
+    parser.add_argument("script", nargs="?", help="the training script that was rehearsed")
+    parser.add_argument("output_dir", nargs="?", type=Path, help="its OUTPUT_DIR")
     parser.add_argument("--environment", default="", help="its environment script")
+    parser.add_argument("--seconds", type=int, help="how long it took, for the table")
+    parser.add_argument("--table", nargs="+", type=Path, metavar="OUTPUT_DIR", help="of earlier rehearsals")
     options = parser.parse_args()
+    if options.table:
+        print(markdown([json.loads((run / "rehearsal.json").read_text()) for run in options.table]))
+        return
+    if not options.output_dir:
+        parser.error("give a training script and its OUTPUT_DIR, or --table")
     rows = read_metrics(options.output_dir / "metrics.jsonl")
     found = records(options.output_dir / "record")
-    last = rows[-1]
+    last, config = rows[-1], configuration(options.output_dir)
+    rollout = config.get("actor_rollout_ref", {}).get("rollout", {})
     report = {
+        "recipe": Path(options.script).stem.removeprefix("train_"),
+        "dtype": rollout.get("dtype"),
+        "layout": layout(config) if config else "",
+        "seconds": options.seconds,
         "replaced": replaced(options.script, options.environment),
         "counts": count(found) if found else {},
         "peak_mb": peaks(found),
-        "planned_mb": planned(options.output_dir),
+        "planned_mb": planned(config),
+        "features": counted(options.output_dir / "record/counts"),
+        "gap": gap(rows, rollout),
         "metrics": {key: last[key] for key in last if key.startswith((PROBS_DIFF, *METRICS))},
     }
     (options.output_dir / "rehearsal.json").write_text(json.dumps(report, indent=1))

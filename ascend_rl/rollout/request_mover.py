@@ -36,6 +36,7 @@ from uuid import uuid4
 import numpy as np
 
 from ascend_rl.rollout.rollout_rebalance import Request, Server, plan
+from ascend_rl.settings.counts import count
 from ascend_rl.settings.switch import refuse
 
 logger = logging.getLogger(__name__)
@@ -432,6 +433,7 @@ class RequestMover:
                 for source, targets in by_source.items()
             }
         )
+        count("rollout_rebalance", sum(map(len, gone.values())))
         requests = {request.id: request for server in servers for request in server.requests}
         for request in (requests[id] for ids in gone.values() for id in ids):
             self.expected[_stem(request.id)] = ARRIVAL_CHECKS

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ascend_rl.rollout.data_rebalance import Placement, place, predict
+from ascend_rl.settings.counts import count
 
 # The server of the sample whose agent loop runs in this task of asyncio; None: the least loaded.
 server: ContextVar[str | None] = ContextVar("server", default=None)
@@ -66,6 +67,9 @@ def attach(manager: Any) -> None:
         messages = prompts.non_tensor_batch["raw_prompt"]
         keys = [hashlib.blake2b(str(prompt).encode(), digest_size=16).hexdigest() for prompt in messages]
         placement, known_share = placer.place(keys)
+        neighbours = np.repeat(np.arange(len(placement.sizes)), placement.sizes)  # verl's order
+        count("data_rebalance", int((placement.rank != neighbours).sum()))
+        count("known_lengths", round(known_share * len(keys)))
         sent = prompts.select_idxs(placement.order)
         sent.non_tensor_batch[KEY] = placer.servers[placement.rank[placement.order]]
         output = generate(sent).select_idxs(placement.inverse)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from ascend_rl.settings.counts import count
 from ascend_rl.settings.switch import CannotWork
 
 VARIABLE = "VLLM_SPECULATIVE_BATCH_SIZE_THRE"
@@ -45,6 +46,7 @@ class DraftGate:
         """
         if self.threshold is not None:
             self.open = requests <= (self.threshold if self.open else self.threshold * 7 // 8)
+            count("draft_gate", int(not self.open))
         return self.open
 
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ascend_rl.settings.counts import count
 from ascend_rl.settings.switch import CannotWork
 from ascend_rl.speculation.bs_threshold_for_spec_decode import step_time
 from ascend_rl.speculation.sam import SamDrafter
@@ -167,6 +168,7 @@ class SamProposer:
         if trial:
             self.allowed, self.paid = self.allowed - price, price
         self.expected = expected
+        count("sam_drafted", tokens)
         self.drafted = {name for name, draft in zip(input_batch.req_ids, drafts, strict=True) if draft}
         return drafts
 
@@ -185,6 +187,7 @@ class SamProposer:
             return
         lengths = [len(sampled) for sampled in sampled_token_ids if sampled]
         right = sum(lengths) - len(lengths)
+        count("sam_accepted", right)
         self.came_true = (1 - FORGET) * self.came_true + right
         self.promised = (1 - FORGET) * self.promised + self.expected
         self.allowed += min(self.paid, right / max(len(lengths), 1))

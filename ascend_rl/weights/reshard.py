@@ -29,6 +29,8 @@ from typing import NamedTuple
 
 import torch
 
+from ascend_rl.settings.counts import count
+
 PARTS = ("gate_proj", "up_proj", "down_proj")
 # More slices in a round would only cost memory: 32 of Qwen3-235B-A22B are 0.4 GB.
 ROUND_SLICES_MAX = 32
@@ -208,6 +210,7 @@ def reshard(
         torch.distributed.all_to_all_single(
             receive[: sum(wanted)], send[: sum(given)], wanted, given, group=group
         )
+        count("moe_alltoallv", len(sends))
         for place, (_, slice_) in zip(receive.split(size), receives, strict=False):
             yield slice_.name, place.view(shapes[slice_.part])
 
