@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from ascend_rl.hdp import hdp_training
 from ascend_rl.hdp.hdp import QWEN3_235B, plan
@@ -124,5 +125,27 @@ def test_the_cost_model_can_be_given(monkeypatch):
 def test_micro_batches_of_a_fixed_count_are_refused():
     with pytest.raises(CannotWork, match="use_dynamic_bsz=True"):
         hdp_training.HybridDataParallel.split(SimpleNamespace(), {}, False, None, 1)
+
+
+def test_text_is_planned_though_verl_sends_inputs_for_images_with_it_and_images_are_refused():
+    """verl's agent loop gives every sequence a dict of them: that of a text is empty."""
+    mask = torch.arange(16) < torch.tensor([[16], [3], [12], [5]])
+    batch = TensorDict({"attention_mask": mask}, [4])
+    batch["multi_modal_inputs"] = np.array([{}] * 4, dtype=object)
+    batch["multi_modal_inputs_idx"] = torch.arange(4)
+    parallel = SimpleNamespace(
+        _gather=lambda numbers, group: [numbers], dp_group=None, dp_rank=0, ranks=(0, 1), dump=None,
+        model=hdp_training.cost_model(),
+    )  # fmt: skip
+    micro_batches, rows = hdp_training.HybridDataParallel.split(parallel, batch, True, 20, 1)
+    assert sorted(sum(rows, [])) == [0, 1, 2, 3]
+    for micro_batch, own in zip(micro_batches, rows, strict=True):
+        assert micro_batch["multi_modal_inputs_idx"].tolist() == own
+        assert micro_batch["attention_mask"].equal(mask[own])
+    # Of more than 10 tokens, a rank's part of 20: only two ranks together have the room.
+    sizes = {row: size for m, own in zip(micro_batches, rows, strict=True)
+             for row, (_, size) in zip(own, m[hdp_training.RINGS].tolist(), strict=True)}  # fmt: skip
+    assert sizes[0] == sizes[2] == 2
+    batch["multi_modal_inputs"] = np.array([{}, {}, {"pixel_values": mask}, {}], dtype=object)
     with pytest.raises(CannotWork, match="multi-modal"):
-        hdp_training.HybridDataParallel.split(SimpleNamespace(), {"multi_modal_inputs": []}, True, 8, 1)
+        hdp_training.HybridDataParallel.split(parallel, batch, True, 20, 1)

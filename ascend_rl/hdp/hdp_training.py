@@ -344,7 +344,7 @@ class HybridDataParallel:
                 "log_prob_use_dynamic_bsz=True for rollout and reference",
             ),
             (
-                "multi_modal_inputs" in batch.keys(),
+                "multi_modal_inputs" in batch.keys() and any(batch["multi_modal_inputs"]),  # {} of a text
                 "only text is packed: set USE_HDP=0 for multi-modal inputs",
             ),
         ]
