@@ -106,7 +106,7 @@ def test_the_table_of_docs_is_made_from_the_reports(root, tmp_path):
             "recipe": f"gspo_{name}", "dtype": "float32",
             "layout": "2 dies: fsdp2 SP2; 1 x TP2", "seconds": 98,
             "counts": {"decode graphs replayed": {"trainer": 0, "rollout": 1046}},
-            "features": {"eplb": 7, "hdp_rings": 0},
+            "features": {"eplb": 7, "hdp_rings": 0, "hdp_alone": 0},
             "gap": {"probability": 1.2e-6, "bar": 1e-5, "met": met, "why": ""},
         }  # fmt: skip
         (runs[-1] / "rehearsal.json").write_text(json.dumps(report))
@@ -114,9 +114,9 @@ def test_the_table_of_docs_is_made_from_the_reports(root, tmp_path):
     told = subprocess.run(command, cwd=root, text=True, capture_output=True, check=True).stdout.splitlines()
     assert told[2:] == [
         "| gspo_a, float32 | 2 dies: fsdp2 SP2; 1 x TP2 | 98 | 1,046 | probability 1.2e-06: within the bar "
-        "| experts received from other dies: 7 |",
+        "| `eplb` 7 |",
         "| gspo_b, float32 | 2 dies: fsdp2 SP2; 1 x TP2 | 98 | 1,046 | probability 1.2e-06: **MISSED** "
-        "| experts received from other dies: 7 |",
+        "| `eplb` 7 |",
     ]
 
 

@@ -287,7 +287,7 @@ def markdown(reports: list[dict]) -> str:
         found = report["gap"]
         gaps = [f"{what} {found[what]:.2g}" for what in found if what not in ("bar", "met", "why")]
         judged = {True: "within the bar", False: "**MISSED**", None: "not compared"}[found["met"]]
-        did = [f"{COUNTED[name][0]}: {times:,}" for name, times in report["features"].items() if times]
+        did = [f"`{name}` {times:,}" for name, times in report["features"].items() if times]
         replays = sum(report["counts"].get("decode graphs replayed", {}).values())
         cells = (
             f"{report['recipe']}, {report['dtype']}",
@@ -295,7 +295,7 @@ def markdown(reports: list[dict]) -> str:
             str(report["seconds"] or "-"),
             f"{replays:,}",
             f"{'; '.join(gaps)}: {judged}",
-            "; ".join(did),
+            ", ".join(did),
         )
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
