@@ -59,7 +59,16 @@ def test_a_fix_that_is_a_command_line_is_pasted():
 
 @pytest.mark.parametrize(
     "module",
-    ["preflight", "preflight.lint", "memory_plan", "report", "rehearsal", "data", "preflight.lint_roll"],
+    [
+        "preflight",
+        "preflight.lint",
+        "memory_plan",
+        "step_time",
+        "report",
+        "rehearsal",
+        "data",
+        "preflight.lint_roll",
+    ],
 )
 def test_help_has_two_examples_and_says_what_is_written(module):
     command = [sys.executable, "-m", f"ascend_rl.{module}", "-h"]
