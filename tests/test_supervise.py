@@ -511,6 +511,18 @@ def test_generation_batches_of_a_step_are_progress(runner):
     assert result.returncode == 124 and "no progress for 1 s after step 0 of 0" in result.stderr
 
 
+def test_signs_of_work_are_progress_and_noise_is_none(runner):
+    """Of any process; each comes before --start and --stall end the run, which is longer than both."""
+    signs = (
+        "import time; from ascend_rl.settings.progress import sign\nfor _ in range(6): sign(); time.sleep(2)"
+    )
+    result = runner.run(sys.executable, "-c", signs, options=("--stall", 8, "--start", 8))
+    assert result.returncode == 0, result.stderr
+    noise = "while true; do echo working; sleep 0.2; done"
+    result = runner.run("bash", "-c", noise, options=("--stall", 1, "--start", 1))
+    assert result.returncode == 124 and "no training step after 1 s" in result.stderr
+
+
 @pytest.mark.parametrize("name", ["VLLM::EngineCor", "ray::WorkerDict.train"])
 def test_death_of_an_essential_process_ends_the_run(runner, tmp_path, name):
     result = runner.run(

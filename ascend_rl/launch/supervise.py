@@ -38,6 +38,7 @@ from pathlib import Path
 
 from ascend_rl.rollout.rollout_progress import TERMINAL
 from ascend_rl.settings.logs import LogFile
+from ascend_rl.settings.progress import FILE
 
 PR_SET_CHILD_SUBREAPER = 36
 # Names (/proc/PID/comm, cut to 15 characters) of processes that only end when a run does.
@@ -306,8 +307,8 @@ def supervise(
         metrics: verl's metrics.jsonl, shown in the bar.
         bar: draw a progress bar instead of copying the output.
         deadline_s, stall_s, start_s: longest run, longest time between two signs of progress after the
-            first, longest time to the first; 0 is no limit. Signs are verl's "Training Progress", and the
-            generation batches of a DAPO step.
+            first, longest time to the first; 0 is no limit. Signs are verl's "Training Progress", the
+            generation batches of a DAPO step, and those of settings/progress.py.
         ended: asked four times a second; a status and a sentence end the run.
         leaving: told how the run ended, before what is left of it is stopped.
 
@@ -332,6 +333,9 @@ def supervise(
     shm = SharedMemory()
     output = Output(log, metrics, bar)
     watched = {TERMINAL: "1"} if (sys.stderr if bar else sys.stdout).isatty() else {}
+    signs = Path(temporary, "progress")
+    signs.touch()
+    sign = signs.stat().st_mtime_ns
     reader = None
     code, overdue = 1, False
     try:
@@ -340,7 +344,7 @@ def supervise(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | watched | {"TMPDIR": temporary},
+            env=os.environ | watched | {"TMPDIR": temporary, FILE: str(signs)},
             start_new_session=True,
         )
         reader = threading.Thread(target=output.read, args=(child.stdout,), daemon=True)
@@ -352,6 +356,9 @@ def supervise(
                 code = 128 - code if code < 0 else code
                 break
             now = time.monotonic()
+            with contextlib.suppress(OSError):
+                if (latest := signs.stat().st_mtime_ns) != sign:
+                    sign, output.began, output.progressed = latest, True, now
             alive = descendants(os.getpid())
             shm.watch(alive)
             gone = [f"process {name} (pid {pid}) died" for pid, name in seen.items() if pid not in alive]

@@ -2,6 +2,7 @@
 
 - `set_aside` makes room for a new start's train.log: the old one becomes train.1.log, that of the next start
   train.2.log. Files of one start get one number. No file is ever removed, overwritten or renamed twice.
+- `survive` calls a writer of metrics, and goes on without it where it fails.
 - `LogFile` writes what it can. A full disk or a lost NFS server (ENOSPC, EIO, ESTALE) is said once on stderr;
   after it the file is opened anew every few seconds, and gets a line that says how much is missing. A write
   that blocks for ever (a hard NFS mount) blocks here too.
@@ -43,10 +44,15 @@ def set_aside(paths: Iterable[Path]) -> None:
 
 
 class LogFile:
-    """A file that lines are appended to; `write` never raises."""
+    """A file that lines are appended to; `write` never raises.
 
-    def __init__(self, path: Path, retry_s: float = 10.0):
-        self.path, self.retry_s = path, retry_s
+    Args:
+        whole: for a file that programs read (JSON lines): it gets whole lines, or nothing of them, and no
+            line that says how much is missing.
+    """
+
+    def __init__(self, path: Path, retry_s: float = 10.0, whole: bool = False):
+        self.path, self.retry_s, self.whole = path, retry_s, whole
         self.file = path.open("ab", buffering=0)
         self.lost, self.why, self.again = 0, "", 0.0
 
@@ -58,11 +64,11 @@ class LogFile:
             if self.why:
                 self.close()
                 self.file = self.path.open("ab", buffering=0)
-            if self.lost:
+            if self.lost and not self.whole:
                 self._write(f"\n[{self.lost} lines are missing here: {self.why}]\n".encode())
                 self.lost = 0
             self._write(line)
-            self.why = ""
+            self.lost, self.why = 0, ""
         except OSError as error:
             if not self.why:
                 with contextlib.suppress(OSError):
@@ -74,12 +80,46 @@ class LogFile:
             self.again = time.monotonic() + self.retry_s
 
     def _write(self, data: bytes) -> None:
-        while data:
-            count = self.file.write(data)
-            if not count:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            data = data[count:]
+        before = os.fstat(self.file.fileno()).st_size
+        try:
+            while data:
+                count = self.file.write(data)
+                if not count:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                data = data[count:]
+        except OSError:
+            if self.whole:
+                with contextlib.suppress(OSError):
+                    self.file.truncate(before)
+            raise
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # NFS reports a failed write only here
             self.file.close()
+
+
+_failing: set[str] = set()
+
+
+def survive(name: str, writer: object, data: dict, step: int) -> None:
+    """Let a writer of metrics (``writer.log(data=..., step=...)``) write; whatever it raises ends no run.
+
+    The first error is said, and again when it has worked meanwhile. TensorBoard's writer never writes again
+    after one: it gets a new file.
+
+    Args:
+        name: of the writer, for the message.
+    """
+    try:
+        writer.log(data=data, step=step)
+        _failing.discard(name)
+    except Exception as error:  # noqa: BLE001  (trackers on networks raise anything)
+        if name not in _failing:
+            _failing.add(name)
+            with contextlib.suppress(OSError):
+                why = f"{type(error).__name__}: {error}"
+                print(
+                    f"WARNING: step {step} is not in {name} ({why}); the run goes on without", file=sys.stderr
+                )
+        if hasattr(getattr(writer, "writer", None), "all_writers"):
+            writer.writer.file_writer = writer.writer.all_writers = None
