@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 
-from ascend_rl.recipe import report
+from ascend_rl.recipe import report, report_page
 
 VAL = "val-aux/tiny/addition/reward/mean@1"
 #         reward, length, clipped, probability gap, seconds: step, rollout, update
@@ -42,6 +45,7 @@ def records() -> list[dict]:
                     "timing_s/gen": rollout,
                     "timing_s/update_actor": update,
                     "timing_s/start_profile": 7.0,
+                    "perf/throughput": 120 / step,
                 },
             }
         )
@@ -134,6 +138,9 @@ def test_figures(run):
             "val_reward_before": 0.25,
             "max_rollout_probs_diff": 9e-6,
             "mean_clip_share": 0.15,  # 0.9 / 6
+            "tokens_per_s_die": 120 / 1.7,
+            "rollout_tokens_per_s_die": 120 / 0.9,  # of 0.6 0.8 0.9 1 1.6
+            "update_tokens_per_s_die": 120 / 0.3,
             "median_step_s": 1.7,  # of 1 1.5 1.7 2 3
             "wall_s": 123.0,
         }
@@ -156,11 +163,12 @@ def test_one_validation_is_the_one_after(tmp_path):
 def test_figures_without_what_is_optional(tmp_path):
     rows = records()
     for row in rows:
-        for key in ("actor/pg_clipfrac", "training/rollout_probs_diff_max"):
+        for key in ("actor/pg_clipfrac", "training/rollout_probs_diff_max", "perf/throughput"):
             row["data"].pop(key, None)
     del rows[4]["data"]["timing_s/update_actor"]  # not every step updates
     found = figures(write(tmp_path, rows))
     assert found["max_rollout_probs_diff"] is None and found["mean_clip_share"] == 0
+    assert found["tokens_per_s_die"] is None and found["rollout_tokens_per_s_die"] is None
     assert found["median_phase_s"]["update"] == pytest.approx(0.3)  # of 0 0.1 0.3 0.4 0.5
 
 
@@ -288,3 +296,136 @@ def test_command_fails_below_the_bars(run, arguments, problem):
     result = command(run, *arguments)
     assert result.returncode == 1 and problem in result.stderr
     assert (run / "report.json").exists() and (run / "report.png").exists()
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced; collects images, links and the text of cells and paragraphs."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.images: list[np.ndarray] = []
+        self.outside: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        of = dict(attributes)
+        self.outside += [
+            of[name] for name in ("href", "src") if name in of and not of[name].startswith("data:")
+        ]
+        if tag == "img":
+            kind, _, data = of["src"].partition(",")
+            assert kind == "data:image/png;base64" and of["alt"]
+            self.images.append(matplotlib.image.imread(io.BytesIO(base64.b64decode(data)), "png"))
+        if tag not in ("img", "meta"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data.strip())
+
+
+def test_the_page_needs_no_other_file(run, tmp_path):
+    """Two runs, one with a name that HTML would misread, and the recipe's options that this run changed."""
+    other = write(tmp_path / "<b>&other", records())
+    (run / "hydra/.hydra").mkdir(parents=True)
+    given = ["trainer.total_epochs=2", "+new.key=1"]
+    words = ["a.lr=1e-6", "trainer.total_epochs=1", "same=1", "same=1", *given]
+    (run / "hydra/.hydra/overrides.yaml").write_text(json.dumps(words))
+    (run / "run.json").write_text(json.dumps({"overrides": given}))
+    result = command(run, other, "--html")
+    assert (result.returncode, result.stderr) == (0, "") and str(run / "report.html") in result.stdout
+    page = Page((run / "report.html").read_text())
+    assert page.outside == [] and len(page.images) == 2
+    assert all(image.shape[0] > 400 and image[..., :3].std() > 0.05 for image in page.images)
+    assert page.texts.count("<b>&other") == 1 and page.texts.count("0.600") == 2  # the final reward of both
+    changed = page.texts[page.texts.index("Difference to the recipe") :]
+    cells = [
+        *("key", "recipe", "this run"),
+        *("trainer.total_epochs", "1", "2"),
+        *("new.key", "default", "1"),
+    ]
+    assert [text for text in changed[1:] if text] == cells
+
+
+IDLE = "the rollout is 85% of a step, of which the mean request is idle for 24%"
+HEALTHY = {
+    "critic/rewards/mean": 0.5,
+    "timing_s/step": 100.0,
+    "timing_s/gen": 85.0,
+    "timing_s/agent_loop/generate_sequences/mean": 76.0,
+    "timing_s/agent_loop/generate_sequences/max": 80.0,
+    "timing_s/agent_loop/num_preempted/mean": -1.0,
+    "timing_s/update_weights": 5.0,
+    "timing_s/old_log_prob": 5.0,
+    "response_length/clip_ratio": 0.05,
+    "actor/grad_norm": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("figures", "settings", "said"),
+    [
+        ({}, [], []),
+        (
+            {"timing_s/agent_loop/generate_sequences/mean": 60.8},
+            [],
+            [f"{IDLE}: switch on rollout.data_rebalance=True (docs/"],
+        ),
+        (
+            {"timing_s/agent_loop/generate_sequences/mean": 60.8},
+            ["rollout.data_rebalance=True", "rollout.rollout_rebalance.enable=True"],
+            [f"{IDLE}: switch on ENABLE_SAM=1 (docs/sam_decoding.md)"],
+        ),
+        ({"timing_s/agent_loop/num_preempted/mean": 0.5}, [], ["a request is preempted 0.5 times"]),
+        ({"timing_s/update_weights": 20.0}, [], ["weight sync is 20% of a step"]),
+        ({"timing_s/old_log_prob": 20.0}, [], ["old log-probs are 20% of a step"]),
+        ({"timing_s/old_log_prob": 20.0}, ["actor.recompute_old_log_prob=False"], []),
+        ({"response_length/clip_ratio": 0.2}, [], ["20% of the last responses are cut"]),
+        ({"dapo/num_gen_batches": 5}, [], ["a step needs 5 generation batches"]),
+        ({"actor/grad_norm": math.nan}, [], ["actor/grad_norm is not a number in step 1, 2, 3"]),
+    ],
+)
+def test_warnings(figures, settings, said):
+    rows = [{"step": step} | HEALTHY | figures for step in (1, 2, 3)]
+    found = list(report_page.warnings(rows, settings))
+    assert len(found) == len(said) and all(map(str.startswith, found, said)), found
+
+
+def test_warnings_of_what_changes_over_a_run():
+    def rows(entropies, gaps):
+        keys = "actor/entropy", "training/rollout_probs_diff_mean"
+        pairs = enumerate(zip(entropies, gaps, strict=True), 1)
+        return [{"step": step} | HEALTHY | dict(zip(keys, values, strict=True)) for step, values in pairs]
+
+    steady, fall, rise = [0.5] * 30, [0.5] * 15 + [0.04] * 15, [1e-3] * 15 + [4e-3] * 15
+    assert list(report_page.warnings(rows(steady, steady), [])) == []
+    assert "entropy fell" in next(report_page.warnings(rows(fall, steady), []))
+    assert "gap tripled" in next(report_page.warnings(rows(steady, rise), []))
+
+
+def test_steps_are_integers_in_the_pictures(run, tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    rows = report.read_metrics(run / "metrics.jsonl")[:4]
+    monkeypatch.setattr(plt, "close", lambda figure: None)  # to look at what was drawn
+    report.plot([("a", rows)], tmp_path / "report.png", report.SUMMARY + report.DETAILS)
+    axes = plt.gcf().axes
+    monkeypatch.undo()
+    assert len(axes) == 8 and all(float(tick).is_integer() for each in axes for tick in each.get_xticks())
+    plt.close("all")
+
+
+def test_a_run_without_times_of_phases_has_a_picture(tmp_path):
+    """Of another trainer."""
+    rows = records()
+    for row in rows:
+        for key in ("timing_s/gen", "timing_s/update_actor", "timing_s/start_profile"):
+            row["data"].pop(key, None)
+    result = command(write(tmp_path, rows))
+    assert (result.returncode, result.stderr) == (0, "")

@@ -10,7 +10,9 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from ascend_rl.settings.logs import parts
 
@@ -27,6 +29,8 @@ PHASES = {
 # With dynamic sampling (ascend_rl/loss/dapo.py) every trained group has right and wrong responses.
 UNFILTERED = "dapo/reward_before_filter/mean"
 REWARD, LENGTH, CLIPPED = "critic/rewards/mean", "response_length/mean", "actor/pg_clipfrac"
+LENGTH_RANGE = "response_length/min", "response_length/max"
+SPEED = "perf/throughput"  # prompt and response tokens of a step by its time and the number of dies
 PROBS_DIFF = "training/rollout_probs_diff_max"
 
 
@@ -100,6 +104,17 @@ def summarise(rows: list[dict], wall_s: float | None) -> dict:
     }
     step_s = statistics.median(row["timing_s/step"] for row in steady)
     phases["other"] = max(0.0, step_s - sum(phases.values()))
+    speed = series(steady, SPEED)[1]
+
+    def during(*keys: str) -> float | None:
+        """Tokens per second and die, as if only these phases took time."""
+        found = [
+            row[SPEED] * row["timing_s/step"] / spent
+            for row in steady
+            if SPEED in row and (spent := sum(row.get(f"timing_s/{key}", 0.0) for key in keys))
+        ]
+        return statistics.median(found) if found else None
+
     _, val = validation(rows)
     diffs = series(rows, PROBS_DIFF)[1]
     return {
@@ -109,6 +124,9 @@ def summarise(rows: list[dict], wall_s: float | None) -> dict:
         "val_reward_before": val[0] if len(val) > 1 else None,
         "max_rollout_probs_diff": max(diffs, key=lambda d: math.inf if math.isnan(d) else d, default=None),
         "mean_clip_share": statistics.fmean(series(rows, CLIPPED)[1] or [0.0]),
+        "tokens_per_s_die": statistics.median(speed) if speed else None,
+        "rollout_tokens_per_s_die": during("gen"),
+        "update_tokens_per_s_die": during("update_actor"),
         "median_step_s": step_s,
         "median_phase_s": phases,
         "wall_s": wall_s,
@@ -142,78 +160,130 @@ def shortfalls(report: dict, min_reward: float, max_probs_diff: float | None) ->
     return problems
 
 
-def table(report: dict) -> str:
+def lines(report: dict) -> list[tuple[str, str]]:
+    """The figures for people, (name, value)."""
+
     def show(value, digits=3):
         return "-" if value is None else f"{value:.{digits}f}"
 
     diff = report["max_rollout_probs_diff"]
-    lines = [
+    return [
         ("training steps", str(report["steps"])),
         (f"reward, mean of the last {FINAL_STEPS} steps", show(report["final_reward"])),
         ("held-out reward, greedy, before", show(report["val_reward_before"])),
         ("held-out reward, greedy, after", show(report["val_reward"])),
         ("largest rollout/trainer probability gap", "-" if diff is None else f"{diff:.1e}"),
         ("clipped share", show(report["mean_clip_share"])),
+        ("prompt and response tokens/s and die", show(report["tokens_per_s_die"], 1)),
+        ("  in the time of the rollout", show(report["rollout_tokens_per_s_die"], 1)),
+        ("  in the time of the update", show(report["update_tokens_per_s_die"], 1)),
         ("median step (s)", show(report["median_step_s"])),
         *((f"  {name}", show(value)) for name, value in report["median_phase_s"].items()),
         ("whole run (s)", show(report["wall_s"], 0)),
     ]
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value:>10}" for name, value in lines)
 
 
-def plot(runs: list[tuple[str, list[dict]]], path: Path) -> None:
-    """Plot reward, response length and clip share of all runs, and the step times of the first."""
-    import matplotlib
+def table(report: dict) -> str:
+    """The figures in two columns."""
+    width = max(len(name) for name, _ in lines(report))
+    return "\n".join(f"{name:<{width}}  {value:>10}" for name, value in lines(report))
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, ((reward, length), (clipped, times)) = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
+def draw_reward(axes, runs: list[tuple[str, list[dict]]]) -> None:
     for name, rows in runs:
-        (line,) = reward.plot(*rewards(rows), label=f"{name}, training", linewidth=1.2)
-        steps, values = validation(rows)
-        reward.plot(steps, values, "o--", color=line.get_color(), label=f"{name}, held out", markersize=5)
-        length.plot(*series(rows, LENGTH), label=name, linewidth=1.2)
-        clipped.plot(*series(rows, CLIPPED), label=name, linewidth=1.2)
-    reward.set(title="reward", ylim=(-0.02, 1.02))
-    length.set(title="response length (tokens)")
-    clipped.set(title="clipped share (GSPO: of sequences, GRPO: of tokens)")
+        (line,) = axes.plot(*rewards(rows), label=f"{name}, training", linewidth=1.2)
+        axes.plot(*validation(rows), "o--", color=line.get_color(), label=f"{name}, held out", markersize=5)
+    axes.set(title="reward", ylim=(-0.02, 1.02))
+
+
+def draw_length(axes, runs: list[tuple[str, list[dict]]]) -> None:
+    """The mean, and behind it the range from the shortest to the longest."""
+    for name, rows in runs:
+        (line,) = axes.plot(*series(rows, LENGTH), label=name, linewidth=1.2)
+        whole = [row for row in rows if set(LENGTH_RANGE) <= row.keys()]
+        steps, low, high = ([row[key] for row in whole] for key in ("step", *LENGTH_RANGE))
+        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+    axes.set(title="response length (tokens): mean and range")
+
+
+def draw_times(axes, runs: list[tuple[str, list[dict]]]) -> None:
+    """The phases of the first run, without its first step, which warms up."""
     first = [row for row in runs[0][1] if REWARD in row][1:]
     present = {
         name: [row.get(f"timing_s/{key}", 0.0) for row in first]
         for key, name in PHASES.items()
         if any(f"timing_s/{key}" in row for row in first)
     }
-    if first:
-        times.stackplot([row["step"] for row in first], *present.values(), labels=present)
+    axes.set(title="step time (s)")
+    if present:
+        axes.stackplot([row["step"] for row in first], *present.values(), labels=present)
         typical = statistics.median(row["timing_s/step"] for row in first)
-        times.set(title=f"step time (s), median {typical:.2f}", ylim=(0, 3 * typical))
-        times.legend(fontsize="small")
-    for axes in (reward, length, clipped, times):
+        axes.set(title=f"step time (s), median {typical:.2f}", ylim=(0, 3 * typical))
+
+
+def curve(title: str, key: str, scale: str = "linear"):
+    def draw(axes, runs: list[tuple[str, list[dict]]]) -> None:
+        for name, rows in runs:
+            axes.plot(*series(rows, key), label=name, linewidth=1.2)
+        axes.set(title=title, yscale=scale)
+
+    return draw
+
+
+SUMMARY = (
+    draw_reward,
+    draw_length,
+    curve("clipped share (GSPO: of sequences, GRPO: of tokens)", CLIPPED),
+    draw_times,
+)
+DETAILS = (
+    curve("largest rollout/trainer probability gap", PROBS_DIFF, "log"),
+    curve("prompt and response tokens/s and die", SPEED),
+    curve("entropy (nats a token)", "actor/entropy"),
+    curve("KL, old to new policy (nats a token)", "actor/ppo_kl"),
+)
+
+
+def plot(runs: list[tuple[str, list[dict]]], file: Path | BinaryIO, panels: Sequence = SUMMARY) -> None:
+    """Draw an even number of panels, two in a row, into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    size = (10, 3.25 * len(panels) / 2)
+    figure, grid = plt.subplots(len(panels) // 2, 2, figsize=size, layout="constrained", squeeze=False)
+    for axes, draw in zip(grid.flat, panels, strict=True):
+        draw(axes, runs)
         axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
-    for axes in (reward, length, clipped):
-        axes.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    figure.savefig(file, dpi=110, format="png")
     plt.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ascend_rl.report",
-        description="Table, report.json and report.png of a run.",
+        description="Table, report.json and report.png of a run, with --html also report.html.",
         epilog="""Examples:
   python -m ascend_rl.report outputs/gspo_qwen3_tiny_cpu
   python -m ascend_rl.report outputs/new --compare outputs/old      # both in one picture
+  python -m ascend_rl.report outputs/new outputs/old --html         # one page, also with warnings
 
-Writes report.json and report.png into the directory of the run.""",
+Writes report.json, report.png and, with --html, report.html into the directory of the (first) run.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, help="directory with metrics.jsonl")
     parser.add_argument(
-        "--compare", type=Path, nargs="*", default=[], metavar="RUN", help="draw these runs as well"
+        "run", type=Path, nargs="+", help="directory with metrics.jsonl; more to compare it with"
     )
+    parser.add_argument(
+        "--compare", type=Path, nargs="*", default=[], metavar="RUN", help="the same as more runs"
+    )
+    parser.add_argument("--html", action="store_true", help="write one page that needs no other file")
     parser.add_argument("--wall", type=float, metavar="S", help="how long the whole run took")
     parser.add_argument(
         "--min-reward", type=float, default=0, metavar="R", help="fail below this final or held-out reward"
@@ -222,12 +292,19 @@ Writes report.json and report.png into the directory of the run.""",
         "--max-probs-diff", type=float, metavar="D", help="fail if rollout and trainer differed by more"
     )
     args = parser.parse_args()
-    rows = read_metrics(args.run / "metrics.jsonl")
-    report = summarise(rows, args.wall)
-    (args.run / "report.json").write_text(as_json(report))
-    others = [(run.resolve().name, read_metrics(run / "metrics.jsonl")) for run in args.compare]
-    plot([(args.run.resolve().name, rows), *others], args.run / "report.png")
+    directories = [*args.run, *args.compare]
+    run = directories[0]
+    runs = [(one.resolve().name, read_metrics(one / "metrics.jsonl")) for one in directories]
+    report = summarise(runs[0][1], args.wall)
+    (run / "report.json").write_text(as_json(report))
+    plot(runs, run / "report.png")
     print(table(report))
-    print(f"\n{args.run / 'report.png'}\n{args.run / 'report.json'}")
+    print(f"\n{run / 'report.png'}\n{run / 'report.json'}")
+    if args.html:
+        from ascend_rl.recipe import report_page  # which imports this module
+
+        page = report_page.page(directories, [rows for _, rows in runs], args.wall)
+        (run / "report.html").write_text(page)
+        print(run / "report.html")
     if problems := shortfalls(report, args.min_reward, args.max_probs_diff):
         sys.exit("\n".join(f"FAILED: {problem}" for problem in problems))

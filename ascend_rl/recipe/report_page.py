@@ -1,0 +1,159 @@
+"""The report of a run as one HTML page that needs no other file: to send, to keep, to compare runs.
+
+Pictures are PNGs inside the page. Differences to the recipe are read from what Hydra and the launcher wrote;
+warnings are rules about measured figures, each with its page of docs/.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from ascend_rl.recipe import report
+
+STYLE = """body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
+table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left}
+td{overflow-wrap:anywhere}img{max-width:100%}.warning{border-left:.3em solid #d80;padding-left:.7em}
+@media(prefers-color-scheme:dark){body{background:#222;color:#ddd}img{background:#fff}}"""
+PREEMPTED = "timing_s/agent_loop/num_preempted/mean"  # -1: the server does not say
+REQUEST_MEAN, REQUEST_MAX = (f"timing_s/agent_loop/generate_sequences/{one}" for one in ("mean", "max"))
+
+
+def overrides(run: Path) -> tuple[list[str], list[str]]:
+    """Hydra's overrides of a run: those of its recipe, and those given on the command line after it."""
+    from omegaconf import OmegaConf
+
+    file, launched = run / "hydra/.hydra/overrides.yaml", run / "run.json"
+    words = list(OmegaConf.load(file)) if file.exists() else []
+    given = json.loads(launched.read_text())["overrides"] if launched.exists() else []
+    count = len(given) if words[len(words) - len(given) :] == given else 0
+    return words[: len(words) - count], words[len(words) - count :]
+
+
+def difference(run: Path) -> list[tuple[str, str, str]]:
+    """(key, value of the recipe, value of the run) of what the command line, or SMOKE=1, changed."""
+    values: dict[str, list[str]] = {}
+    recipe, given = overrides(run)
+    for word in [*recipe, *given]:
+        key, _, value = word.partition("=")
+        values.setdefault(key.lstrip("+~"), []).append("removed" if word.startswith("~") else value)
+    new = {word.partition("=")[0].lstrip("+~") for word in given}
+    changed = []
+    for key, each in values.items():
+        before = each[0] if len(each) > 1 else "default"
+        if (len(each) > 1 or key in new) and before != each[-1]:
+            changed.append((key, before, each[-1]))
+    return changed
+
+
+def median(rows: Sequence[dict], key: str) -> float:
+    """The median over the steps that have a finite value; NaN if none has."""
+    values = [row[key] for row in rows if key in row and math.isfinite(row[key])]
+    return statistics.median(values) if values else math.nan
+
+
+def warnings(rows: Sequence[dict], settings: Sequence[str]) -> Iterator[str]:
+    """What the figures of a run say should be changed.
+
+    Args:
+        rows: of read_metrics.
+        settings: Hydra overrides, to suggest no switch that is on.
+    """
+    steps = [row for row in rows if report.REWARD in row]
+    steps = steps[1:] or steps  # the first one warms up
+
+    def share(phase: str) -> float:
+        return median(steps, f"timing_s/{phase}") / median(steps, "timing_s/step")
+
+    def on(*words: str) -> bool:
+        return any(word in setting for word in words for setting in settings)
+
+    idle = 1 - median(steps, REQUEST_MEAN) / median(steps, REQUEST_MAX)
+    if share("gen") > 0.6 and idle > 0.2:
+        switches = {
+            "data_rebalance.md": "" if on("data_rebalance=True") else "rollout.data_rebalance=True",
+            "rollout_rebalance.md": ""
+            if on("rollout_rebalance.enable=True")
+            else "ROLLOUT_REBALANCE_ENABLE=1",
+            "sam_decoding.md": "" if on("speculative_config.method") else "ENABLE_SAM=1",
+        }
+        advice = [f"{switch} (docs/{page})" for page, switch in switches.items() if switch]
+        wait = (
+            f"the rollout is {share('gen'):.0%} of a step, of which the mean request is idle for {idle:.0%}"
+        )
+        yield f"{wait}: {'switch on ' + ', '.join(advice) if advice else 'see docs/rollout_rebalance.md'}"
+    if share("update_weights") > 0.1:
+        yield f"weight sync is {share('update_weights'):.0%} of a step: see docs/weights.md"
+    if share("old_log_prob") > 0.15 and not on("recompute_old_log_prob=False"):
+        yield (
+            f"old log-probs are {share('old_log_prob'):.0%} of a step; with one update a step they are not "
+            "needed: actor.recompute_old_log_prob=False (docs/old_log_prob.md)"
+        )
+    if (preempted := median(steps, PREEMPTED)) > 0:
+        yield (
+            f"a request is preempted {preempted:.1f} times, and computed again: raise "
+            "rollout.gpu_memory_utilization or lower rollout.max_num_seqs (docs/memory_plan.md)"
+        )
+    if (cut := median(steps[-report.FINAL_STEPS :], "response_length/clip_ratio")) > 0.1:
+        yield f"{cut:.0%} of the last responses are cut at data.max_response_length, and mostly score 0"
+    if (batches := median(steps, "dapo/num_gen_batches")) > 3:
+        yield f"a step needs {batches:.0f} generation batches to fill its groups: see docs/dapo.md"
+    early, late = steps[: report.FINAL_STEPS], steps[-report.FINAL_STEPS :]
+    if len(steps) >= 4 * report.FINAL_STEPS:
+        if median(late, "actor/entropy") < 0.1 * median(early, "actor/entropy"):
+            yield "entropy fell to less than a tenth: look at validation, the policy may have collapsed"
+        gap = "training/rollout_probs_diff_mean"
+        if median(late, gap) > 3 * median(early, gap):
+            yield "the rollout/trainer probability gap tripled: see docs/launch.md for likely causes"
+    for key in ("actor/grad_norm", report.PROBS_DIFF, report.REWARD):
+        if bad := [row["step"] for row in rows if key in row and math.isnan(row[key])]:
+            yield f"{key} is not a number in step {', '.join(map(str, bad[:5]))}"
+
+
+def picture(runs: list[tuple[str, list[dict]]], panels: Sequence, title: str) -> str:
+    file = io.BytesIO()
+    report.plot(runs, file, panels)
+    return f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+
+
+def page(directories: Sequence[Path], rows: Sequence[list[dict]], wall_s: float | None) -> str:
+    """The page of the first run, compared with the others.
+
+    Args:
+        directories, rows: of each run, and what read_metrics gives for it.
+        wall_s: seconds that the first run took.
+    """
+    names = [directory.resolve().name for directory in directories]
+    runs = list(zip(names, rows, strict=True))
+    walls = [wall_s] + [None] * (len(names) - 1)
+    columns = [dict(report.lines(report.summarise(of, wall))) for of, wall in zip(rows, walls, strict=True)]
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    found = list(warnings(rows[0], sum(overrides(directories[0]), [])))
+    changed = difference(directories[0])
+    parts = [
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(names[0])}</title>',
+        f"<style>{STYLE}</style></head><body><h1>{escape(names[0])}</h1>",
+        "<h2>Warnings</h2>",
+        *(f'<p class="warning">{escape(text)}</p>' for text in found or ["none"]),
+        "<h2>Figures</h2>",
+        grid(["", *names], [[key, *(column.get(key, "-") for column in columns)] for key in keys]),
+        picture(runs, report.SUMMARY, "reward, response length, clipped share, step time"),
+        picture(runs, report.DETAILS, "probability gap, throughput, entropy, KL"),
+        "<h2>Difference to the recipe</h2>",
+        grid(["key", "recipe", "this run"], changed) if changed else "<p>none</p>",
+        "</body></html>\n",
+    ]
+    return "\n".join(parts)
