@@ -36,7 +36,7 @@ bash build_project.sh --target cpu
 use_python
 log "2/3 the tiny Qwen3 and its task"
 python -m ascend_rl.tiny --out data/tiny
-export STEPS NPUS_PER_NODE="$NPROC" PROGRESS=1 RUN_DEADLINE_S="${RUN_DEADLINE_S:-$((600 + 10 * STEPS))}"
+export STEPS NPUS_PER_NODE="$NPROC" SKIP_REPORT=1 RUN_DEADLINE_S="${RUN_DEADLINE_S:-$((600 + 10 * STEPS))}"
 export START_DEADLINE_S="${START_DEADLINE_S:-400}" STALL_DEADLINE_S="${STALL_DEADLINE_S:-120}"
 export OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/quickstart}"
 log "3/3 GSPO, $STEPS steps on $NPROC worker(s); the log is $OUTPUT_DIR/train.log"

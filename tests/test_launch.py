@@ -222,7 +222,8 @@ def test_the_dashboard_is_asked_for(tmp_path):
             "RANK must be a number from 0 to 1, it is '2'",
         ),
         ({"RAY_PORT": "65535"}, "RAY_PORT must be a number from 1 to 65534"),
-        ({"PROGRESS": "yes"}, "PROGRESS=yes: give 1 or 0"),
+        ({"VERBOSE": "yes"}, "VERBOSE=yes: give 1 or 0"),
+        ({"GAP_LIMIT": "high"}, "GAP_LIMIT must be a number such as 0.05, it is 'high'"),
         ({"SKIP_PREFLIGHT": "2"}, "SKIP_PREFLIGHT=2: give 1 or 0"),
         ({"NODES_DEADLINE_S": "1h"}, "NODES_DEADLINE_S must be seconds, it is '1h'"),
     ],
@@ -233,7 +234,7 @@ def test_bad_settings(tmp_path, settings, sentence):
 
 
 def test_a_switch_is_off_for_0(tmp_path):
-    assert [plan(tmp_path, PROGRESS=text).on("PROGRESS") for text in ("1", "0", "")] == [True, False, False]
+    assert [plan(tmp_path, VERBOSE=text).on("VERBOSE") for text in ("1", "0", "")] == [True, False, False]
 
 
 def test_token(tmp_path):
@@ -351,6 +352,7 @@ def test_starting_again_keeps_what_earlier_starts_wrote(root, tmp_path):
         assert (out / "train.log").read_text() == "started\n"
         (out / "train.log").unlink()
     kept = {path.name: path.read_text() for path in out.iterdir()}
+    assert json.loads(kept.pop("run.json"))["overrides"] == []  # of the last start, for report.html
     logs, metrics = (
         {f"{name}.{i}.{end}": f"{what} of {i}" for i in (1, 2, 3)}
         for name, end, what in (("train", "log", "log"), ("metrics", "jsonl", "metrics"))

@@ -105,7 +105,7 @@ class Hosts:
 
     def inside(self, host: int, *command: str, console: Path | None = None, **variables):
         """Start a command on a host."""
-        dropped = ("GLOO_SOCKET_IFNAME", "VLLM_HOST_IP", "PROGRESS")  # tests/conftest.py sets the first two
+        dropped = ("GLOO_SOCKET_IFNAME", "VLLM_HOST_IP")  # tests/conftest.py sets the first two
         environment = {name: value for name, value in os.environ.items() if name not in dropped}
         environment |= {
             "TMPDIR": str(self.tmp / str(host)),
@@ -115,6 +115,7 @@ class Hosts:
             "LOG_DIR": str(self.directory / "logs"),
             "CLUSTER_TOKEN": TOKEN,
             "SKIP_PREFLIGHT": "1",
+            "VERBOSE": "1",
             "RAY_NUM_CPUS": "0",
             "RAY_OBJECT_STORE": "80000000",
             "LOST_DEADLINE_S": "8",

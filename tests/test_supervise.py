@@ -176,8 +176,8 @@ def test_command_is_required(runner):
 
 
 def test_options_of_the_command_are_its_own(runner):
-    result = runner.run("bash", "-c", 'echo "$@"', "bash", "--bar", "--", "--log", "x")
-    assert result.stdout == b"--bar -- --log x\n"
+    result = runner.run("bash", "-c", 'echo "$@"', "bash", "--title", "--", "--log", "x")
+    assert result.stdout == b"--title -- --log x\n"
 
 
 def test_output_goes_to_log_and_terminal_byte_for_byte(runner):
@@ -195,45 +195,90 @@ def test_output_is_shown_as_it_comes(runner):
     assert runner.finish(process).returncode == 143
 
 
-def test_bar_shows_steps_and_metrics_and_keeps_the_output_to_the_log(runner, tmp_path):
+def terminal(runner, *command: str, columns: int, until_shown: str = "", then=lambda: None, **how) -> tuple:
+    """Run with the errors on a terminal; the result, and what was written there."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (40, columns))
+    process = runner.start(*command, stderr=theirs, **how)
+    os.close(theirs)
+    shown, told = b"", False
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
+        while True:
+            shown += os.read(ours, 1000)
+            if not told and until_shown.encode() in shown:
+                told = True
+                then()
+    os.close(ours)
+    return runner.finish(process), shown.decode()
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_terminal_gets_one_line_that_fits(runner, tmp_path, columns):
+    """Steps, the newest figures and the times left; the rest is in the log; a failure shows its end."""
     metrics = tmp_path / "metrics.jsonl"
+    common = {"training/rollout_probs_diff_mean": 0.0011, "perf/throughput": 121.7, "timing_s/step": 60}
     lines = [
-        {"step": 2, "data": {"critic/rewards/mean": 0.31, "response_length/mean": 9.0}},
-        {"step": 3, "data": {"critic/rewards/mean": 0.42, "response_length/mean": 7.5}},
+        {"step": 2, "data": {"critic/rewards/mean": 0.31, "response_length/mean": 9.0} | common},
+        {"step": 3, "data": {"critic/rewards/mean": 0.42, "response_length/mean": 7345.4} | common},
         {"step": 3, "data": {"val-aux/reward": 1.0}},
-        {"step": 4, "data": {"critic/rewards/mean": None, "response_length/mean": 1.0}},
     ]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step":4,"data":{"critic/rew')
     wait = f"until [ -e {tmp_path}/go ]; do sleep 0.1; done"
-    script = f"echo loading; printf '{STEP.format(2)}'; {wait}; printf '{STEP.format(3)}'; exit 5"
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(ours, (40, 150))
-    process = runner.start("bash", "-c", script, options=("--bar", "--metrics", metrics), stderr=theirs)
-    os.close(theirs)
-    shown = ""
-    while "| 2/80" not in shown:
-        shown += os.read(ours, 1000).decode()
-    assert shown.startswith("\rstarting Ray") and "| 3/80" not in shown
-    (tmp_path / "go").touch()
-    with contextlib.suppress(OSError):  # EIO: the other side is closed
-        while True:
-            shown += os.read(ours, 1000).decode()
-    os.close(ours)
-    result = runner.finish(process)
+    noise = r"2026 ERROR npu.py:82 -- Failed to detect NPU type.\nTraceback:\nError: No module named 'acl'\n"
+    last = (
+        r"(TaskRunner pid=7) ValueError: no such reward\nnode.py:698 -- Node 7 received SIGTERM. Draining\n"
+    )
+    script = (
+        f"printf \"{noise}\"; head -c 39585 /dev/zero | tr '\\0' x; echo; echo '[12:00:00] recipe says'; "
+        f"printf '{STEP.format(2)}'; {wait}; printf '{STEP.format(3)}'; printf '{last}'; exit 5"
+    )
+    how = {"options": ("--title", "starting Ray", "--metrics", metrics), "columns": columns}
+    go = {"until_shown": "step 2/80", "then": (tmp_path / "go").touch}
+    result, shown = terminal(runner, "bash", "-c", script, **how, **go)
     assert result.returncode == 5 and result.stdout == b""
-    last = [line for line in shown.split("\r") if "/80" in line][-1]
-    assert "| 3/80" in last and "reward 0.42, 7.5 tokens" in last and "4%" in last
-    assert shown.replace("\r", "").rstrip().endswith("Its last lines:\n  loading")
+    before, after = shown.split("The last lines of its output:")
+    assert before.startswith("\r\x1b[Kstarting Ray") and "[12:00:00] recipe says" in before
+    states = [line for line in before.replace("\x1b[K", "").split("\r") if line.startswith("step ")]
+    assert all(len(line.rstrip()) < columns for line in states)
+    figures = "step 3/80  reward 0.42  length 7345  gap 1e-03  122 tok/s/die  next "
+    assert states[-1].startswith(figures) and (" end 1:1" in states[-1]) == (columns == 200)
+    assert (
+        "xxxx" not in before and "acl" not in shown and "Traceback" not in shown and "Draining" not in shown
+    )
+    assert max(map(len, after.splitlines())) < 400
+    assert shown.rstrip().endswith(f"The log is {runner.log}")
+    assert "ERROR: bash ended with status 5: ValueError: no such reward" in after
     log = runner.log.read_text()
-    assert log.startswith("loading\n") and "2/80" in log and "3/80" in log
+    assert "No module named 'acl'" in log and "2/80" in log and "3/80" in log and "x" * 39585 in log
 
 
-def test_bar_in_a_file_is_short(runner):
-    """Nothing is overwritten there: no more than the first and the last state, and one each 10 seconds."""
+def test_in_a_file_lines_are_few(runner):
+    """Nothing is overwritten there: the start, and no more than one state in 10 seconds besides the last."""
     steps = "".join(f"printf '{STEP.format(i)}'; sleep 0.3; " for i in range(1, 7))
-    result = runner.run("bash", "-c", steps, options=["--bar"])
-    assert result.returncode == 0
-    assert "| 6/80" in result.stderr and result.stderr.count("\r") <= 6
+    result = runner.run("bash", "-c", steps, options=["--title", "starting"])
+    first, *states = result.stderr.splitlines()
+    assert result.returncode == 0 and first == f"starting; the output is in {runner.log}"
+    assert 1 <= len(states) <= 3 and states[-1].split("]")[1].startswith(" step 6/80")
+
+
+def test_the_first_step_can_end_a_run(runner, tmp_path):
+    """Whatever the run does next: also if it ends by itself at once."""
+    for after in ("sleep 300", "exit 0"):
+        metrics = tmp_path / "metrics.jsonl"
+        metrics.unlink(missing_ok=True)
+        rows = "".join(
+            json.dumps({"data": {"critic/rewards/mean": 0.5, "gap": gap}}) + "\n" for gap in (7, 8)
+        )
+        main = tmp_path / "main.py"
+        main.write_text(
+            "import sys\nfrom pathlib import Path\nfrom ascend_rl.launch.supervise import supervise\n"
+            "gate = lambda row: f'gap is {row[\"gap\"]}'\n"
+            "log, metrics, command = sys.argv[2], sys.argv[4], sys.argv[6:]\n"
+            "sys.exit(supervise(command, Path(log), Path(metrics), gate=gate))\n"
+        )
+        script = f"printf '%s' '{rows}' > {metrics}; {after}"
+        result = runner.run("bash", "-c", script, options=("--metrics", metrics), main=(str(main),))
+        assert result.returncode == 1 and "ERROR: gap is 7. The log is" in result.stderr
 
 
 # The rollout's bar as tqdm draws it for Ray: states overwrite each other, and give way to lines of the log.
@@ -273,19 +318,11 @@ def test_the_bar_of_a_rollout_is_shown_at_once_and_stays_once_in_the_log(runner,
     assert "terminal none" in runner.log.read_text()
 
 
-def test_the_bar_of_the_run_tells_of_the_rollout(runner):
+def test_the_line_of_the_run_tells_of_the_rollout(runner):
     script = f"printf '{STEP.format(2)}'; printf '{ROLLOUT.format(12, 2, 5, 0)}'; sleep 1; echo; sleep 1"
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(ours, (40, 200))
-    process = runner.start("bash", "-c", script, options=["--bar"], stderr=theirs)
-    os.close(theirs)
-    shown = ""
-    with contextlib.suppress(OSError):  # EIO: the other side is closed
-        while True:
-            shown += os.read(ours, 1000).decode()
-    os.close(ours)
-    assert runner.finish(process).returncode == 0
-    states = [line for line in shown.split("\r") if "| 2/80" in line]
+    result, shown = terminal(runner, "bash", "-c", script, options=["--title", "starting"], columns=200)
+    assert result.returncode == 0
+    states = [line for line in shown.split("\r") if "step 2/80" in line]
     expected = "rollout 3: 12 tokens/s, 2 running, 0 waiting, longest 5, 0.00/2.00"
     assert any(expected in state for state in states)
     assert "rollout" not in states[-1]  # it is over
@@ -301,10 +338,10 @@ def test_the_run_goes_on_when_nobody_reads_its_output(runner):
 
 
 @pytest.mark.parametrize("make", [pty.openpty, os.pipe], ids=["terminal", "pipe"])
-def test_the_run_goes_on_when_nobody_sees_the_bar(runner, make):
+def test_the_run_goes_on_when_nobody_sees_the_line(runner, make):
     ours, theirs = make()
     command = ["bash", "-c", "sleep 1; echo done; exit 3"]
-    process = runner.start(*command, options=["--bar"], stdout=theirs, stderr=theirs)
+    process = runner.start(*command, options=["--title", "run"], stdout=theirs, stderr=theirs)
     os.close(theirs)
     os.read(ours, 1)
     os.close(ours)  # from now on its writes fail: EIO, EPIPE
@@ -483,7 +520,7 @@ def test_nohup_is_obeyed(runner):
         (("--start", 1, "--stall", 30), "", "no training step after 1 s"),
         (("--start", 1), STEP.format(0), "no training step after 1 s"),
         (("--stall", 1, "--start", 30), STEP.format(3), "no progress for 1 s after step 3 of 80"),
-        (("--stall", 1, "--bar"), STEP.format(3), "no progress for 1 s after step 3 of 80"),
+        (("--stall", 1, "--title", "run"), STEP.format(3), "no progress for 1 s after step 3 of 80"),
     ],
 )
 def test_deadlines(runner, options, before, sentence):

@@ -34,6 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+from ascend_rl.launch.first_step import gate
 from ascend_rl.launch.launch_plan import (
     ROOT,
     SETTINGS,
@@ -74,7 +75,7 @@ def log(plan: Plan, text: str) -> None:
     """A line for the user, also in this node's log."""
     line = f"[{time.strftime('%H:%M:%S')}] {text}\n"
     with contextlib.suppress(OSError):  # no terminal any more
-        sys.stderr.write(line)
+        sys.stderr.write("\r\x1b[K" * sys.stderr.isatty() + line)  # the line of progress is drawn again below
         sys.stderr.flush()
     with contextlib.suppress(OSError), log_file(plan).open("a") as file:
         file.write(line)
@@ -322,7 +323,8 @@ class Restarts:
 
 def launch(plan: Plan) -> int:
     """Run everything on this node, again after failures where RESTARTS allows; returns the exit status."""
-    restarts, begin = Restarts(int(plan.settings["RESTARTS"])), time.monotonic()
+    began_s = time.monotonic()
+    restarts = Restarts(int(plan.settings["RESTARTS"]))
     for name in LAUNCHERS_OWN:
         os.environ.pop(name, None)
     os.environ.update(plan.environment())
@@ -330,11 +332,23 @@ def launch(plan: Plan) -> int:
     while again:
         stop_by_signals()  # supervise() has taken its own measures
         code, again = start(plan, restarts)
+    if not code:
+        report(plan, time.monotonic() - began_s)
     if switched_on("SMOKE") and not code:
         told = [plan.script, str(plan.output_dir), "--environment", plan.env_script or ""]
-        told += ["--seconds", f"{time.monotonic() - begin:.0f}"]
+        told += ["--seconds", f"{time.monotonic() - began_s:.0f}"]
         code = subprocess.run([sys.executable, "-m", "ascend_rl.rehearsal", *told]).returncode
     return code
+
+
+def report(plan: Plan, wall_s: float) -> None:
+    """Print what the run did (ascend_rl.report), if it left metrics; a rehearsal has its own tables."""
+    wanted = plan.role == "head" and not plan.on("SKIP_REPORT") and not switched_on("SMOKE")
+    if wanted and (plan.output_dir / "metrics.jsonl").exists():
+        command = [sys.executable, "-m", "ascend_rl.report", str(plan.output_dir), "--wall", f"{wall_s:.0f}"]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode:  # as of a trainer that writes other metrics; the run itself went well
+            log(plan, f"no report: {(done.stderr.strip() or 'killed').splitlines()[-1]}")
 
 
 def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
@@ -345,6 +359,9 @@ def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
         plan.log_dir.mkdir(parents=True, exist_ok=True)
         log_file(plan).parent.mkdir(parents=True, exist_ok=True)
         set_aside([log_file(plan), *([plan.output_dir / "metrics.jsonl"] if plan.role == "head" else [])])
+        if plan.role == "head":  # for report.html: what differs from the recipe
+            started = {"script": plan.script, "env_script": plan.env_script, "overrides": plan.overrides}
+            (plan.output_dir / "run.json").write_text(json.dumps(started))
         if switched_on("SMOKE"):  # what its processes record, see ascend_rl/preflight/rehearsal.py
             record = plan.output_dir.resolve() / "record"
             shutil.rmtree(record, ignore_errors=True)
@@ -475,17 +492,19 @@ def supervised(
     }
     command = ["bash", "-c", INSIDE, "bash", str(ROOT), plan.env_script, json.dumps(job)]
     if not is_head:
-        return supervise(command, log_file(plan), ended=ended, leaving=leaving)
+        title = "" if plan.on("VERBOSE") else f"working for {plan.head}"
+        return supervise(command, log_file(plan), title=title, ended=ended, leaving=leaving)
     return supervise(
         command,
         log_file(plan),
         plan.output_dir / "metrics.jsonl",
-        plan.on("PROGRESS"),
+        "" if plan.on("VERBOSE") else "starting Ray, trainer and vLLM",
         plan.seconds("RUN_DEADLINE_S"),
         plan.seconds("STALL_DEADLINE_S"),
         plan.seconds("START_DEADLINE_S"),
         ended,
         leaving,
+        gate(plan.settings["GAP_LIMIT"], plan.output_dir, lambda text: log(plan, text)),
     )
 
 
@@ -549,7 +568,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--cluster", type=Path, metavar="FILE")
     for name in ("--dry-run", "--status", "--stop"):
         parser.add_argument(name, action="store_true")
-    for name in SETTINGS:
+    parser.add_argument("--verbose", dest="VERBOSE", action="store_const", const="1")
+    for name in SETTINGS.keys() - {"VERBOSE"}:
         parser.add_argument(f"--{name.lower().replace('_', '-')}", dest=name)
     for name in ("script", "env_script"):
         parser.add_argument(name, nargs="?", default="")

@@ -54,8 +54,10 @@ SETTINGS = dict.fromkeys(
         "RAY_NUM_CPUS",
         "RAY_OBJECT_STORE",
         "RAY_START_ARGS",
-        "PROGRESS",
+        "VERBOSE",
+        "GAP_LIMIT",
         "SKIP_PREFLIGHT",
+        "SKIP_REPORT",
     ),
     "",
 ) | {
@@ -69,7 +71,7 @@ SETTINGS = dict.fromkeys(
     "STALL_DEADLINE_S": "14400" if npus_here() else "600",
     "START_DEADLINE_S": "14400" if npus_here() else "900",
 }
-SWITCHES = ("PROGRESS", "SKIP_PREFLIGHT")
+SWITCHES = ("VERBOSE", "SKIP_PREFLIGHT", "SKIP_REPORT")
 SCHEDULERS = {"NNODES": "WORLD_SIZE", "RAY_PORT": "MASTER_PORT"}
 TOKEN_LENGTH = 16
 ANYWHERE = "192.0.2.1"  # RFC 5737: nobody's address, so its route is the default route
@@ -401,6 +403,8 @@ def make_plan(
             raise CannotWork(f"{name} must be seconds, it is '{settings[name]}'")
     for name in SWITCHES:
         switched_on(name, settings)
+    if not settings["GAP_LIMIT"].replace(".", "", 1).replace("e-", "", 1).isdigit() and settings["GAP_LIMIT"]:
+        raise CannotWork(f"GAP_LIMIT must be a number such as 0.05, it is '{settings['GAP_LIMIT']}'")
     number(settings, "RESTARTS", 0, 0, 1000)
     listed = len(settings["NODES"].replace(",", " ").split())
     nnodes = number(settings, "NNODES", listed or 1)

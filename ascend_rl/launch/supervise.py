@@ -12,8 +12,8 @@ watches:
   was seen to use and nobody else uses. A new file alone proves nothing: /dev/shm may be shared with other
   programs and containers.
 
-The output goes to a log file, and to the terminal either as it is or as a progress bar. Linux only; used by
-ray_start_npu.sh, tested with real process trees in tests/test_supervise.py.
+The output goes to a log file, and to the terminal either as it is or as one line of progress (progress.py).
+Linux only; used by ray_start_npu.sh, tested with real process trees in tests/test_supervise.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import json
 import os
 import re
 import shutil
@@ -36,6 +35,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ascend_rl.launch.progress import Line, Metrics, clock, state, unless_gone
 from ascend_rl.rollout.rollout_progress import TERMINAL
 from ascend_rl.settings.logs import LogFile
 from ascend_rl.settings.progress import FILE
@@ -63,7 +63,14 @@ ROLLOUT_SEEN = re.compile(
 )
 OVERWRITTEN = re.compile(rb"\r[^\r\n]*(?:rollout|validation) \d+:[^\r\n]*(?=\r)|\r +(?=\r)")
 LINE_BYTES = 1 << 20  # a longer line is taken in pieces
-BAR = "{desc} {percentage:3.0f}%|{bar:24}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+OURS = re.compile(r"\[\d\d:\d\d:\d\d\] ")  # what scripts and launchers say goes on to the terminal
+REASON = re.compile(r"(?:\([^)]*\) )?((?:[\w.]*(?:Error|Exception)|ERROR): .+)")
+# In the log, but not among the last lines of a failed run: they explain no failure. On nodes without NPUs Ray
+# looks for their type and logs that it finds no CANN, with a traceback.
+NOISE = re.compile(
+    r"(?:scripts|usage_lib|cli_output_helpers)\.py:\d+ -- |received SIGTERM\. Draining|step:\d+ - "
+)
+NO_NPU_BEGINS, NO_NPU_ENDS = "Failed to detect NPU type", "No module named 'acl'"
 SHM = Path("/dev/shm")
 EXIT_DEADLINE, EXIT_NOT_FOUND = 124, 127  # as timeout(1)
 
@@ -193,37 +200,22 @@ class SharedMemory:
                 (SHM / name).unlink()
 
 
-@contextlib.contextmanager
-def unless_gone(descriptor: int):
-    """Send the output to /dev/null once the terminal, or the reader of the pipe, is gone."""
-    try:
-        yield
-    except OSError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, descriptor)
-        os.close(null)
-
-
 class Output:
-    """Copies the command's output to the log, and to the terminal as text or as a progress bar."""
+    """Copies the command's output to the log, and to the terminal as text or as a line of progress."""
 
-    def __init__(self, log: Path, metrics: Path | None, bar: bool):
-        self.log, self.metrics = LogFile(log), metrics
+    def __init__(self, log: Path, metrics: Path | None, title: str):
+        self.log, self.metrics = LogFile(log), Metrics(metrics)
         self.tail: deque[str] = deque(maxlen=25)
         self.step = self.total = 0
         self.progressed = self.started = time.monotonic()
         self.began = False  # whether there was any progress
-        self.bar, self.rollout = None, ""
-        if bar:
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=0, desc="starting Ray, trainer and vLLM", bar_format="{desc} [{elapsed}]")
-        self.redraw = 0.0
+        self.rollout, self.reason = "", ""
+        self.title, self.line = title, Line(f"{title}; the output is in {log}") if title else None
 
     def read(self, stream) -> None:
         rest = b""
         while chunk := stream.read1(1 << 16):  # a progress bar moves without ending its line
-            if self.bar is None:
+            if self.line is None:
                 with unless_gone(1):
                     sys.stdout.buffer.write(chunk)
                     sys.stdout.buffer.flush()
@@ -249,68 +241,61 @@ class Output:
         elif text:
             if BATCHES_SEEN.search(text):
                 self.began, self.progressed = True, time.monotonic()
+            self.keep(text)
+
+    def keep(self, text: str) -> None:
+        """A line that may say why the run fails, or is for the user."""
+        if NO_NPU_ENDS in text:
+            while self.tail and NO_NPU_BEGINS not in self.tail.pop():
+                pass
+        elif not NOISE.search(text):
             self.tail.append(text[-300:])
+            if found := REASON.match(text):
+                self.reason = found[1][:300]
+            if self.line is not None and OURS.match(text):
+                self.line.say(text[:300])
 
     def refresh(self, last: bool = False) -> None:
-        if self.bar is None or not (last or time.monotonic() >= self.redraw):
+        """Read the metrics and draw."""
+        self.metrics.read()
+        if self.line is None:
             return
-        self.redraw = time.monotonic() + (0.25 if sys.stderr.isatty() else 10)  # in a file every line stays
-        if self.total and not self.bar.total:
-            self.bar.bar_format, self.bar.desc = BAR, "training"
-            self.bar.reset(total=self.total)
-        self.bar.n = self.step
-        figures = ", ".join(filter(None, [last_metrics(self.metrics), self.rollout]))
-        self.bar.set_postfix_str(figures, refresh=False)
-        with unless_gone(2):
-            self.bar.refresh()
+        since_s = time.monotonic() - self.progressed
+        if self.total:
+            self.line.show(state(self.step, self.total, self.metrics, since_s, self.rollout), last)
+        elif self.line.terminal:
+            self.line.show([self.title, clock(since_s)], last)
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.refresh(last=True)
-            with unless_gone(2):
-                self.bar.close()
+        self.refresh(last=True)
         self.log.close()
-
-
-def last_metrics(path: Path | None) -> str:
-    """The newest training figures of verl's file logger, for the bar."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 20_000))
-            lines = file.read().splitlines()
-    except (OSError, AttributeError):
-        return ""
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut lines, validation only, NaN as null
-            data = json.loads(line)["data"]
-            reward = data.get("dapo/reward_before_filter/mean", data["critic/rewards/mean"])
-            return f"reward {reward:.2f}, {data['response_length/mean']:.1f} tokens"
-    return ""
 
 
 def supervise(
     command: list[str],
     log: Path,
     metrics: Path | None = None,
-    bar: bool = False,
+    title: str = "",
     deadline_s: float = 0,
     stall_s: float = 0,
     start_s: float = 0,
     ended: Callable[[], tuple[int, str] | None] = lambda: None,
     leaving: Callable[[Ending], None] = lambda ending: None,
+    gate: Callable[[dict], str] = lambda first_step: "",
 ) -> int:
     """Run ``command`` as described above.
 
     Args:
         command: what to run, found on PATH.
         log: file that gets all output; its directory is made.
-        metrics: verl's metrics.jsonl, shown in the bar.
-        bar: draw a progress bar instead of copying the output.
+        metrics: verl's metrics.jsonl, for the line of progress and the gate.
+        title: what is started; draw a line of progress that begins so instead of copying the output.
         deadline_s, stall_s, start_s: longest run, longest time between two signs of progress after the
             first, longest time to the first; 0 is no limit. Signs are verl's "Training Progress", the
             generation batches of a DAPO step, and those of settings/progress.py.
         ended: asked four times a second; a status and a sentence end the run.
         leaving: told how the run ended, before what is left of it is stopped.
+        gate: given the metrics of the first training step; a sentence ends the run.
 
     Returns:
         The command's exit code, or the status of ``ended``; 124 for a deadline, 1 for a death, 127 for no
@@ -331,13 +316,13 @@ def supervise(
     died: tuple[float, str] | None = None
     why = ""
     shm = SharedMemory()
-    output = Output(log, metrics, bar)
-    watched = {TERMINAL: "1"} if (sys.stderr if bar else sys.stdout).isatty() else {}
+    output = Output(log, metrics, title)
+    watched = {TERMINAL: "1"} if (sys.stderr if title else sys.stdout).isatty() else {}
     signs = Path(temporary, "progress")
     signs.touch()
     sign = signs.stat().st_mtime_ns
     reader = None
-    code, overdue = 1, False
+    code, final, judged = 1, False, False
     try:
         child = subprocess.Popen(
             command,
@@ -351,6 +336,12 @@ def supervise(
         reader.start()
         while True:
             reap(statuses)
+            output.refresh()
+            if output.metrics.first and not judged:
+                judged = True
+                if why := gate(output.metrics.first):
+                    final = True
+                    break
             if child.pid in statuses:
                 code = statuses[child.pid]
                 code = 128 - code if code < 0 else code
@@ -372,7 +363,7 @@ def supervise(
             elif elsewhere := ended():
                 code, why = elsewhere
             elif deadline_s and now - began_s > deadline_s:
-                code, why, overdue = EXIT_DEADLINE, f"not finished after {deadline_s:g} s", True
+                code, why, final = EXIT_DEADLINE, f"not finished after {deadline_s:g} s", True
             elif not output.began and start_s and now - began_s > start_s:
                 code, why = EXIT_DEADLINE, f"no training step after {start_s:g} s"
             elif output.began and stall_s and now - output.progressed > stall_s:
@@ -380,14 +371,13 @@ def supervise(
                 why = f"no progress for {stall_s:g} s after step {output.step} of {output.total}"
             if why:
                 break
-            output.refresh()
             time.sleep(0.25)
     except OSError as error:
         if reader is not None:
             raise
         code, why = EXIT_NOT_FOUND, f"{command[0]} cannot be run: {error.strerror}"
     finally:
-        leaving(Ending(code, output.step, why, bool(caught) or overdue))
+        leaving(Ending(code, output.step, why.partition("\n")[0], bool(caught) or final))
         shm.watch(descendants(os.getpid()))
         kill_descendants(statuses)
         if reader is not None:
@@ -396,11 +386,13 @@ def supervise(
         shutil.rmtree(temporary, ignore_errors=True)
         shm.remove_orphans()
     with unless_gone(2):
+        if code and title and not caught and output.tail:
+            print("\nThe last lines of its output:\n  " + "\n  ".join(output.tail) + "\n", file=sys.stderr)
         if code:
-            why = why or f"{command[0]} ended with status {code}"
-            print(f"ERROR: {why}. The log is {log}", file=sys.stderr)
-        if code and bar and not caught:
-            print("Its last lines:\n  " + "\n  ".join(output.tail), file=sys.stderr)
+            reason = f": {output.reason}" if output.reason and title else ""
+            why = why or f"{command[0]} ended with status {code}{reason}"
+            end = "\n" if "\n" in why else ". "
+            print(f"ERROR: {why}{end}The log is {log}", file=sys.stderr)
     return code
 
 
@@ -408,7 +400,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run a command and all it starts; leave nothing behind.")
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--metrics", type=Path, help="verl's metrics.jsonl")
-    parser.add_argument("--bar", action="store_true", help="show a progress bar instead of the output")
+    parser.add_argument("--title", default="", help="show a line of progress, not the output")
     parser.add_argument("--deadline", type=float, default=0, metavar="S", help="longest run (0: no limit)")
     parser.add_argument("--stall", type=float, default=0, metavar="S", help="longest time between steps")
     parser.add_argument("--start", type=float, default=0, metavar="S", help="longest time to the first step")
@@ -417,7 +409,7 @@ def main() -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         parser.error("give the command to run after --")
-    return supervise(command, args.log, args.metrics, args.bar, args.deadline, args.stall, args.start)
+    return supervise(command, args.log, args.metrics, args.title, args.deadline, args.stall, args.start)
 
 
 if __name__ == "__main__":

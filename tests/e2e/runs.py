@@ -24,7 +24,7 @@ def launch(
 
     One run after another: Ray gives up when its start takes 30 s, as it does beside another run on 2 cores.
     """
-    limits = {"OUTPUT_DIR": output, "RUN_DEADLINE_S": PATIENCE_S}
+    limits = {"OUTPUT_DIR": output, "RUN_DEADLINE_S": PATIENCE_S, "VERBOSE": 1}
     with console(output).open("w") as file:
         return subprocess.Popen(
             ["bash", "ray_start_npu.sh", f"internal/{script}", f"internal/{environment}", *overrides],
