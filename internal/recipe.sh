@@ -87,6 +87,26 @@ dynamic_sampling() {
     )
 }
 
+# verl's NPU profiler in chosen steps of chosen ranks: PROFILE=STEPS[:RANKS], such as 3 or 3,4:0,16 (docs/watching.md). The
+# ranks are the trainer's, and the rollout's replicas of the same numbers. Each phase is a database of its own.
+profile() {
+    [ -n "${PROFILE:-}" ] || return 0
+    [[ "$PROFILE" =~ ^[1-9][0-9]*(,[1-9][0-9]*)*(:[0-9]+(,[0-9]+)*)?$ ]] ||
+        die "PROFILE=$PROFILE: give steps, or steps:ranks, such as 3 or 3,4:0,16"
+    local steps="${PROFILE%%:*}" ranks="${PROFILE#*:}" of=actor_rollout_ref.actor.profiler
+    if [[ "$PROFILE" != *:* ]]; then ranks=0; fi
+    ARGS+=(
+        global_profiler.tool=npu
+        "global_profiler.steps=[$steps]"
+        global_profiler.save_path="$OUTPUT_DIR/profile"
+        "$of".enable=True
+        "$of.ranks=[$ranks]"
+        "$of.tool_config.npu.contents=[npu,cpu]"
+        "$of".tool_config.npu.level=level1
+        "$of".tool_config.npu.discrete=True
+    )
+}
+
 # Where it runs and where results go. A rollout of 32K responses takes up to two hours, during which ranks wait for each
 # other: verl's default of 600 s would end the run. HCCL_TP_EXPANSION_MODE is where the rollout's TP expands its collectives.
 trainer() {
@@ -101,6 +121,7 @@ trainer() {
         trainer.default_local_dir="$OUTPUT_DIR/checkpoints"
         hydra.run.dir="$OUTPUT_DIR/hydra"
     )
+    profile
     if [ -n "${HCCL_TP_EXPANSION_MODE:-}" ]; then
         ARGS+=(+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.hccl_op_expansion_mode.tp="$HCCL_TP_EXPANSION_MODE")
     fi

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from ascend_rl.preflight import published
 from ascend_rl.preflight.lint import lint
 from ascend_rl.preflight.tuning import table
+from verl.utils.config import omega_conf_to_dataclass
 
 INTERNAL = Path(__file__).resolve().parent.parent / "internal"
 NAMES = sorted(p.stem.removeprefix("train_") for p in INTERNAL.glob("train_*.sh") if "tiny" not in p.stem)
@@ -478,6 +479,35 @@ def test_environments_differ_between_a2_and_a3_and_yield_to_the_user():
     assert environment("qwen3_32b", TASK_QUEUE_ENABLE="0", HCCL_BUFFSIZE="9")["TASK_QUEUE_ENABLE"] == "0"
     with pytest.raises(subprocess.CalledProcessError):
         environment("qwen3_32b", NPU_SERIES="b7")
+
+
+@pytest.mark.parametrize("name", ["grpo_qwen3_235b_128die_true_weight", "gspo_qwen2_5_3b_8die_fsdp"])
+def test_profile_chooses_steps_and_ranks(name):
+    """As verl's workers and rollout servers read the configuration: who profiles, what, and where to."""
+    run = json.loads(dry_run(name, PROFILE="3,4:0,16", OUTPUT_DIR="/out").stdout)
+    config = resolve(run["args"])
+    whole, actor, rollout = (
+        config.global_profiler,
+        config.actor_rollout_ref.actor.profiler,
+        config.actor_rollout_ref.rollout.profiler,
+    )
+    assert (whole.tool, list(whole.steps), whole.save_path) == ("npu", [3, 4], "/out/profile")
+    for part in (actor, rollout):
+        profiler = omega_conf_to_dataclass(part)
+        tool = omega_conf_to_dataclass(part.tool_config.npu)
+        assert profiler.enable and not profiler.all_ranks and profiler.ranks == [0, 16]
+        assert (profiler.tool, profiler.save_path) == ("npu", "/out/profile")
+        assert tool.contents == ["npu", "cpu"] and tool.discrete and tool.analysis
+    assert resolve(
+        json.loads(dry_run(name, PROFILE="7").stdout)["args"]
+    ).actor_rollout_ref.actor.profiler.ranks == [0]
+    assert not [word for word in json.loads(dry_run(name).stdout)["args"] if "profile" in word]
+
+
+@pytest.mark.parametrize("value", ["0", "all", "3:", ":0", "3;4", "3,4:0,x"])
+def test_a_wrong_profile_is_refused(value):
+    run = dry_run("gspo_qwen2_5_3b_8die_fsdp", PROFILE=value)
+    assert run.returncode == 1 and f"PROFILE={value}: give steps, or steps:ranks" in run.stderr
 
 
 def test_switches_of_the_rollout_reach_vllm():
