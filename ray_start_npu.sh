@@ -39,7 +39,7 @@
 #   RESTARTS             starts after a failure, each from the last checkpoint (0; docs/resilience.md)
 #   VERBOSE=1, --verbose show all output instead of a line of progress; it is in OUTPUT_DIR/train.log either way
 #   GAP_LIMIT            end the run if rollout and trainer probabilities differ by more in its first step (default
-#                        0.02, in float32 0.0001; 0: never)
+#                        0.05, in float32 0.0001; 0: never)
 #   SKIP_PREFLIGHT=1     start without the checks
 #   SKIP_REPORT=1        end without the table and the picture
 #   SMOKE=1              rehearse TRAIN_SCRIPT on a tiny model, on this node, without NPUs (docs/rehearsal.md)
