@@ -189,12 +189,20 @@ def _engines(**changes) -> Callable[[Step], Step]:
     return lambda step: replace(step, engines=replace(step.engines, **changes))
 
 
+def smaller(step: Step) -> tuple[int, ...]:
+    """The graph sizes, the smallest halved down to a multiple of TP, as recipes with moves have them."""
+    gears = step.engines.gears
+    while gears[0] > 4 and gears[0] % (2 * step.decoder.tp) == 0:
+        gears = (gears[0] // 2, *gears)
+    return gears
+
+
 # What can be switched: how it is written, whether a recipe could have it and has it not, what changes.
 SWITCHES: tuple[tuple[str, Callable[[Step], bool], Callable[[Step], Step]], ...] = (
     (
-        "ROLLOUT_REBALANCE_ENABLE=1",
+        "ROLLOUT_REBALANCE_ENABLE=1, with smaller graphs",
         lambda step: step.engines.lockstep and not step.engines.moves,
-        _engines(moves=True),
+        lambda step: _engines(gears=smaller(step), moves=True)(step),
     ),
     (
         "rollout.data_rebalance=True",
@@ -202,14 +210,9 @@ SWITCHES: tuple[tuple[str, Callable[[Step], bool], Callable[[Step], Step]], ...]
         _engines(placement="interleaved"),
     ),
     (
-        "smaller graphs: cudagraph_capture_sizes from 4",
-        lambda step: min(step.engines.gears) > 4,
-        lambda step: _engines(gears=tuple({4, 8, 16, *step.engines.gears}))(step),
-    ),
-    (
-        "smaller graphs and ROLLOUT_REBALANCE_ENABLE=1",
-        lambda step: min(step.engines.gears) > 4 and step.engines.lockstep and not step.engines.moves,
-        lambda step: _engines(gears=tuple({4, 8, 16, *step.engines.gears}), moves=True)(step),
+        "smaller graphs",
+        lambda step: smaller(step) != step.engines.gears,
+        lambda step: _engines(gears=smaller(step))(step),
     ),
     ("ENABLE_SAM=1", lambda step: not step.engines.speculation_rows, speculating),
     (
