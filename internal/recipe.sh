@@ -128,9 +128,18 @@ trainer() {
 }
 
 # vLLM with decode graphs. Reads MAX_PROMPT, MAX_RESPONSE, MAX_NUM_SEQS, GRAPH_SIZES and GPU_MEMORY, and of the environment
-# ENABLE_SAM, NUM_SPECULATIVE_TOKENS, ENABLE_NPUGRAPH_EX and ENABLE_STATIC_KERNEL (docs/npu_options.md).
+# ENABLE_SAM, NUM_SPECULATIVE_TOKENS, ENABLE_NPUGRAPH_EX and ENABLE_STATIC_KERNEL (docs/npu_options.md), and
+# ROLLOUT_REBALANCE_ENABLE. Call it when TP is set.
 rollout_with_graphs() {
-    local vllm=+actor_rollout_ref.rollout.engine_kwargs.vllm
+    local vllm=+actor_rollout_ref.rollout.engine_kwargs.vllm tp smallest
+    # Moves at the end of a rollout gain nothing below the smallest graph: halve it, down to a multiple of TP.
+    if [ "${ROLLOUT_REBALANCE_ENABLE:-0}" = 1 ]; then
+        tp="$(setting actor_rollout_ref.rollout.tensor_model_parallel_size)"
+        smallest="${GRAPH_SIZES#[}" smallest="${smallest%%[],]*}"
+        while [ $((smallest % 2)) = 0 ] && [ $((smallest / 2 % ${tp:-1})) = 0 ] && [ "$smallest" -gt 4 ]; do
+            smallest=$((smallest / 2)) GRAPH_SIZES="[$smallest,${GRAPH_SIZES#[}"
+        done
+    fi
     ARGS+=(
         actor_rollout_ref.rollout.name=vllm
         actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY"

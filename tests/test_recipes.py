@@ -525,3 +525,21 @@ def test_switches_of_the_rollout_reach_vllm():
             "hccl_op_expansion_mode": {"tp": "AI_CPU"},
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("grpo_qwen3_235b_128die_true_weight", [4, 8, 16, 32, 64, 128, 256]),
+        ("dapo_qwen3_235b_128die_true_weight", [4, 8, 16, 32, 64]),
+        ("grpo_qwen3_32b_32die_true_weight", [8, 16, 32, 64, 128]),
+    ],
+)
+def test_moves_have_small_graphs_to_move_to(name, sizes):
+    """Down to TP, of which sizes are multiples; without moves the published sizes stay."""
+    chosen = {
+        enabled: resolve(json.loads(dry_run(name, ROLLOUT_REBALANCE_ENABLE=enabled).stdout)["args"])
+        for enabled in "01"
+    }
+    of = {enabled: list(c.actor_rollout_ref.rollout.cudagraph_capture_sizes) for enabled, c in chosen.items()}
+    assert of["1"] == sizes and of["0"] == sizes[-4:]
