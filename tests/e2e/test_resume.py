@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(2 * PATIE
 # advantages are relative to the batch.
 REPEATABLE = [
     "actor_rollout_ref.rollout.n=1",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
     "actor_rollout_ref.rollout.top_k=1",
     "actor_rollout_ref.rollout.max_num_seqs=1",
     "algorithm.adv_estimator=reinforce_plus_plus",
@@ -24,6 +24,14 @@ REPEATABLE = [
     "trainer.test_freq=-1",
 ]
 SAVING = ["trainer.save_freq=3", "trainer.max_actor_ckpt_to_keep=1", "trainer.resume_mode=auto"]
+TRAINERS = {
+    "fsdp": ("train_gspo_qwen3_tiny_cpu.sh", [], {}),
+    "megatron": (
+        "train_gspo_qwen3_moe_tiny_cpu.sh",
+        [],
+        {"environment": "cpu_megatron_env.sh", "NPUS_PER_NODE": 2},
+    ),
+}
 SAME = ("actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/rewards/mean", "response_length/mean")
 
 
@@ -32,10 +40,12 @@ def steps(path) -> dict[int, list[float]]:
     return {row["step"]: [row["data"][key] for key in SAME] for row in rows if "actor/pg_loss" in row["data"]}
 
 
-def test_killed_and_resumed(tmp_path, nothing_left_behind):
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_killed_and_resumed(tmp_path, nothing_left_behind, trainer):
     """SIGKILL of a training worker after step 4; the restart goes on from step 3, and does the same again."""
     output = tmp_path / "run"
-    process = launch("train_gspo_qwen3_tiny_cpu.sh", output, *REPEATABLE, *SAVING, STEPS=7, RESTARTS=1)
+    script, overrides, variables = TRAINERS[trainer]
+    process = launch(script, output, *REPEATABLE, *SAVING, *overrides, STEPS=7, RESTARTS=1, **variables)
     metrics = output / "metrics.jsonl"
     deadline = time.monotonic() + PATIENCE_S
     while not (metrics.exists() and 4 in steps(metrics)):
