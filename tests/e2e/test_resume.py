@@ -25,7 +25,7 @@ REPEATABLE = [
 ]
 SAVING = ["trainer.save_freq=3", "trainer.max_actor_ckpt_to_keep=1", "trainer.resume_mode=auto"]
 TRAINERS = {
-    "fsdp": ("train_gspo_qwen3_tiny_cpu.sh", [], {}),
+    "fsdp2": ("train_gspo_qwen3_tiny_cpu.sh", ["actor_rollout_ref.actor.strategy=fsdp2"], {}),
     "megatron": (
         "train_gspo_qwen3_moe_tiny_cpu.sh",
         [],
