@@ -91,7 +91,7 @@ def test_a_terminal_shows_a_line_and_then_the_report(launched, tmp_path):
     assert all(len(line) < 80 for line in lines if line not in paths and not line.startswith("[")), lines
     assert any(line.startswith("step 3/3  reward 0.25  length 16  gap ") for line in lines)
     assert "[12:00:00] the recipe starts" in lines and "a line for the log" not in lines
-    assert any("rollout and trainer agree: their probabilities differ by" in line for line in lines)
+    assert any("rollout and trainer agree: probability gap" in line for line in lines)
     assert lines.index(next(line for line in lines if line.startswith("training steps"))) > len(lines) - 30
     whole = "\n".join(lines)
     assert not re.search(r"Traceback|acl|Draining|Next steps|usage_lib|Training Progress", whole)
@@ -104,7 +104,7 @@ def test_a_rollout_of_another_model_ends_the_run_at_its_first_step(launched, tmp
     process = launched(3, 60)
     text = process.communicate()[0]
     assert process.returncode == 1, text
-    assert "ERROR: rollout and trainer do not agree at the first step: their probabilities differ by" in text
+    assert "ERROR: rollout and trainer do not agree at the first step: probability gap" in text
     assert "(limit 0.05)" in text and "Likely causes" in text and "GAP_LIMIT=" in text
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) < 3  # it ended before its last step
     assert len(text.splitlines()) < 60 and "\r" not in text

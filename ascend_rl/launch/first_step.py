@@ -55,7 +55,7 @@ def judge(row: dict, limit: float) -> tuple[bool, str]:
     """Whether the run may go on, and a sentence.
 
     >>> judge({PROBABILITIES: 0.004}, 0.05)
-    (True, 'rollout and trainer agree: their probabilities differ by 4.0e-03 on average (limit 0.05)')
+    (True, 'rollout and trainer agree: probability gap 4.0e-03 (limit 0.05)')
     >>> judge({PROBABILITIES: 0.4}, 0.05)[0], judge({PROBABILITIES: None}, 0.05)[0], judge({}, 0.05)[0]
     (False, False, True)
     """
@@ -66,13 +66,13 @@ def judge(row: dict, limit: float) -> tuple[bool, str]:
             "rollout and trainer were not compared: set actor_rollout_ref.rollout.calculate_log_probs=True",
         )
     gap = math.nan if row[key] is None else row[key]  # verl writes NaN as null
-    what = "probabilities" if key == PROBABILITIES else "log-probs"
+    what = "probability" if key == PROBABILITIES else "log-prob"
     limit *= LOG_FACTOR if key == LOG_PROBS else 1
     agree = gap <= limit
     verdict = "agree" if agree else "do not agree at the first step"
     return (
         agree,
-        f"rollout and trainer {verdict}: their {what} differ by {gap:.1e} on average (limit {limit:.2g})",
+        f"rollout and trainer {verdict}: {what} gap {gap:.1e} (limit {limit:.2g})",
     )
 
 

@@ -19,7 +19,8 @@ from ascend_rl.recipe import report
 
 STYLE = """body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left}
-td{overflow-wrap:anywhere}img{max-width:100%}.warning{border-left:.3em solid #d80;padding-left:.7em}
+td{overflow-wrap:anywhere;white-space:pre-wrap}img{max-width:100%}
+.warning{border-left:.3em solid #d80;padding-left:.7em}
 @media(prefers-color-scheme:dark){body{background:#222;color:#ddd}img{background:#fff}}"""
 PREEMPTED = "timing_s/agent_loop/num_preempted/mean"  # -1: the server does not say
 REQUEST_MEAN, REQUEST_MAX = (f"timing_s/agent_loop/generate_sequences/{one}" for one in ("mean", "max"))
