@@ -1,0 +1,95 @@
+"""Pictures of the five main commands in a terminal of 80 columns, from what they really print.
+
+python bench/screenshots.py [NAME...]
+
+Runs each command on a pseudo-terminal and writes docs/figures/screen_NAME.svg; "run" trains the tiny model
+for five steps (2 minutes), the others take seconds. Paths of this machine are shortened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import subprocess
+import sys
+import tempfile
+import termios
+from pathlib import Path
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS, LINES = 80, 45
+RECIPE = "internal/train_grpo_qwen3_30b_a3b_16die_true_weight.sh internal/qwen3_30b_a3b_env.sh"
+TINY = "internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh"
+COMMANDS = {
+    "preflight": f"python -m ascend_rl.preflight.lint {RECIPE} actor_rollout_ref.rollout.n=1",
+    "memory_plan": "python -m ascend_rl.memory_plan --model qwen3-32b --dies 32",
+    "dry_run": f"bash ray_start_npu.sh --dry-run {TINY}",
+    "run": f"bash ray_start_npu.sh {TINY}",
+    "report": "python -m ascend_rl.report {run}",
+}
+WEB_FONT = re.compile(r"@font-face \{\{.*?\}\}\s*", re.S)
+
+
+def captured(command: str, **variables: str) -> str:
+    """What a command writes to a terminal."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (LINES, COLUMNS))
+    environment = os.environ | {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"} | variables
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    process = subprocess.Popen(
+        ["bash", "-c", command], cwd=ROOT, stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    written = b""
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
+        while True:
+            written += os.read(ours, 1 << 16)
+    os.close(ours)
+    process.wait()
+    return written.decode(errors="replace")
+
+
+def visible(written: str) -> list[str]:
+    """The lines that are left on the screen: the last state of those that were drawn over."""
+    lines = [re.split(r"\r\x1b\[K", line.rstrip("\r")) for line in written.split("\n")]
+    return [next((state for state in reversed(line) if state), "") for line in lines]
+
+
+def draw(name: str, command: str, lines: list[str]) -> Path:
+    """Write the picture; long output is cut in its middle."""
+    if len(lines) > LINES:
+        half = LINES // 2
+        lines = [*lines[:half], f"... ({len(lines) - 2 * half} lines)", *lines[-half:]]
+    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    for line in [f"$ {command}", *lines]:
+        console.print(Text.from_ansi(line), overflow="fold")
+    path = ROOT / f"docs/figures/screen_{name}.svg"
+    drawn = console.export_svg(title=name, code_format=WEB_FONT.sub("", CONSOLE_SVG_FORMAT), unique_id=name)
+    path.write_text("\n".join(line.rstrip() for line in drawn.splitlines()) + "\n")
+    return path
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(COMMANDS)
+    with tempfile.TemporaryDirectory() as directory:
+        run = Path(directory) / "run"
+        shorten = {str(run): "/data/run", f"{ROOT}/": "", directory: "/data"}
+        if "report" in names and "run" not in names:
+            names.insert(0, "run")
+        for name in names:
+            command = COMMANDS[name].format(run=run)
+            limits = {"OUTPUT_DIR": str(run), "LOG_DIR": f"{directory}/logs", "STEPS": "5"}
+            text = captured(command, **limits)
+            for long, short in shorten.items():
+                text, command = text.replace(long, short), command.replace(long, short)
+            print(draw(name, command, visible(text.rstrip())))
+
+
+if __name__ == "__main__":
+    main()
