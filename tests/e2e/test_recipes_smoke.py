@@ -50,6 +50,8 @@ SWITCHED = {  # name: (recipe, variables, overrides, what counts)
         [
             "trainer.n_gpus_per_node=4",  # two servers
             "actor_rollout_ref.rollout.rollout_rebalance.check_interval_s=0.02",
+            # As soon as one server has two requests more than the other, one moves.
+            f"actor_rollout_ref.rollout.rollout_rebalance.gears={[*range(1, 33)]}".replace(" ", ""),
             "actor_rollout_ref.rollout.data_rebalance=True",
             "data.train_max_samples=16",  # of one step: the second knows their lengths
             f"{VLLM}.speculative_config.method=sam",
@@ -71,7 +73,9 @@ SWITCHED = {  # name: (recipe, variables, overrides, what counts)
         "gspo_qwen3_235b_128die_true_weight",
         {"USE_HDP": 1},
         [
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",  # 20 of a rank: the longest need two
+            # A rank has 14 tokens: longer sequences, of up to 24, need two; in updates and for log-probs.
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=28",
+            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=28",
             "actor_rollout_ref.rollout.top_k=-1",  # the trainer knows no truncation
             "actor_rollout_ref.rollout.top_p=1",
         ],
