@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# A run under Slurm: ray_start_npu.sh once on each node of a job, submitted from a checkout that all nodes share.
+#
+# Usage:    sbatch [SBATCH_OPTIONS] internal/cluster/slurm.sh [FLAGS] TRAIN_SCRIPT [ENV_SCRIPT [HYDRA_OVERRIDES...]]
+# Example:  sbatch --nodes=8 internal/cluster/slurm.sh --restarts 3 \
+#               internal/train_gspo_qwen3_235b_128die_true_weight.sh internal/qwen3_235b_env.sh
+#           sbatch --nodes=8 --time=30 internal/cluster/slurm.sh --check \
+#               internal/train_gspo_qwen3_235b_128die_true_weight.sh internal/qwen3_235b_env.sh
+# Writes:   what ray_start_npu.sh writes; slurm-JOB.out; a token in CLUSTER_TOKEN_DIR, removed at the end
+# Hardware: see TRAIN_SCRIPT
+# Duration: that of TRAIN_SCRIPT
+#
+# Slurm gives the nodes (SLURM_JOB_NODELIST, the first is the head) and each task's number (SLURM_NODEID, as RANK). A new
+# token is made for each job unless CLUSTER_TOKEN_FILE names one. Two minutes before --time ends, Slurm sends SIGTERM: the
+# run stops on all nodes. A job that Slurm starts again after a lost node goes on from the last checkpoint.
+#
+# Variables: CLUSTER_TOKEN_DIR (HOME; all nodes must share it), CLUSTER_TOKEN_FILE, SRUN_ARGS (more arguments for srun,
+#            such as those that choose a container image), and those of ray_start_npu.sh
+
+#SBATCH --job-name=ascend_rl
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --time=7-00:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+set -euo pipefail
+# Slurm runs a copy of this file.
+# shellcheck source=internal/common.sh
+. "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}/internal/common.sh"
+case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
+cd "$ROOT"
+[ -n "${SLURM_JOB_NODELIST:-}" ] || die "this is no Slurm job; submit it: sbatch internal/cluster/slurm.sh TRAIN_SCRIPT"
+need srun "it belongs to Slurm"
+
+NNODES="$SLURM_JOB_NUM_NODES"
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+MASTER_ADDR="${hosts%%$'\n'*}"
+export NNODES MASTER_ADDR
+if [ -z "${CLUSTER_TOKEN_FILE:-}" ]; then
+    CLUSTER_TOKEN_FILE="${CLUSTER_TOKEN_DIR:-$HOME}/.ascend_rl-$SLURM_JOB_ID.token"
+    trap 'rm -f "$CLUSTER_TOKEN_FILE"' EXIT
+    (umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$CLUSTER_TOKEN_FILE")
+fi
+export CLUSTER_TOKEN_FILE
+
+read -ra more <<<"${SRUN_ARGS:-}"
+# The launchers end each other: --kill-on-bad-exit is for one that cannot.
+# shellcheck disable=SC2016
+srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 "${more[@]}" \
+    bash -c 'RANK="$SLURM_NODEID" exec bash ray_start_npu.sh "$@"' bash "$@"

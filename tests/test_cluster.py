@@ -1,0 +1,154 @@
+"""internal/cluster: Slurm with a stub of srun, Kubernetes by its published schema."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from test_launcher import TOKEN, Hosts, netns_problem
+
+from ascend_rl.launch.launch_plan import SETTINGS
+
+ROOT = Path(__file__).resolve().parent.parent
+MANIFEST = ROOT / "internal/cluster/kubernetes.yaml"
+# As srun: the command once on each node, with its number; the status of the worst; all end when one fails.
+SRUN = """#!/bin/bash
+while [[ "$1" == --* ]]; do echo "srun $1"; shift; done
+for i in 0 1; do
+    ip netns exec "$TAG-$((i + 1))" env SLURM_NODEID=$i TMPDIR="$TMP/$((i + 1))" "$@" &
+done
+status=0
+for job in $(jobs -p); do wait "$job" || status=$?; done
+exit $status
+"""
+
+
+@pytest.fixture
+def hosts(root, tmp_path):
+    if problem := netns_problem():
+        assert os.environ.get("CI") != "true", problem
+        pytest.skip(f"no network namespaces here: {problem}")
+    made = Hosts(root, tmp_path, 2)
+    yield made
+    made.close()
+
+
+def test_a_job_of_slurm(hosts, tmp_path):
+    """Both nodes run as one cluster, with a token of the job's own; the job has the script's status."""
+    h, tools, home = hosts, tmp_path / "bin", tmp_path / "home"
+    tools.mkdir()
+    home.mkdir()
+    (tools / "srun").write_text(SRUN)
+    (tools / "scontrol").write_text(f"#!/bin/bash\necho {h.address(1)}\necho {h.address(2)}\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    script = tmp_path / "train_it.sh"
+    script.write_text(
+        f"stat -c 'token %a' {home}/.ascend_rl-77.token\necho \"TRAINED on $NNODES nodes, $1\"\nexit 7\n"
+    )
+    copy = tmp_path / "slurm_script"  # Slurm runs a copy
+    copy.write_bytes((ROOT / "internal/cluster/slurm.sh").read_bytes())
+    job = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "nodes[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "77",
+    }
+    environ = {k: v for k, v in os.environ.items() if k not in ("GLOO_SOCKET_IFNAME", "VLLM_HOST_IP")}
+    environ |= job | {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "CLUSTER_TOKEN_DIR": str(home),
+        "OUTPUT_DIR": str(tmp_path / "out"),
+        "LOG_DIR": str(tmp_path / "logs"),
+        "SRUN_ARGS": "--container-image=it",
+        "SKIP_PREFLIGHT": "1",
+        "RAY_NUM_CPUS": "0",
+        "RAY_OBJECT_STORE": "80000000",
+        "TAG": h.tag,
+        "TMP": str(h.tmp),
+    }
+    command = ["bash", str(copy), "--npus-per-node", "2", str(script), "internal/cpu_env.sh", "a b=1"]
+    result = subprocess.run(command, cwd=tmp_path, env=environ, text=True, capture_output=True)
+    text = result.stdout + result.stderr
+    assert result.returncode == 7, text
+    assert "srun --ntasks-per-node=1\n" in text and "srun --container-image=it\n" in text
+    assert "Ray has 4 of 4 NPUs" in text and "token 600\nTRAINED on 2 nodes, a b=1\n" in text
+    assert not list(home.iterdir())
+
+
+def test_slurm_alone_says_what_to_do(tmp_path):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    command = ["bash", str(ROOT / "internal/cluster/slurm.sh"), "x.sh"]
+    result = subprocess.run(command, env=environ, text=True, capture_output=True)
+    assert result.returncode == 1 and "this is no Slurm job; submit it: sbatch" in result.stderr
+
+
+def test_the_manifest_is_valid_and_agrees_with_itself():
+    """By the schema of Kubernetes, without unknown fields; what must be changed together agrees."""
+    documents = list(yaml.safe_load_all(MANIFEST.read_text()))
+    for document in documents:
+        kubernetes_validate.validate(document, "1.31", strict=True)
+    config, service, job = documents
+    assert [d["kind"] for d in documents] == ["ConfigMap", "Service", "Job"]
+    settings, spec = config["data"], job["spec"]
+    pod = spec["template"]["spec"]
+    container = pod["containers"][0]
+    assert int(settings["NNODES"]) == spec["completions"] == spec["parallelism"]
+    assert settings["NPUS_PER_NODE"] == container["resources"]["limits"]["huawei.com/Ascend910"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert settings["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounts.keys() == volumes.keys()
+    assert Path(settings["CLUSTER_TOKEN_FILE"]).parent == Path(mounts["token"])
+    assert volumes["token"]["secret"]["defaultMode"] & 0o077 == 0
+    started = (ROOT / "run_container.sh").read_text()
+    for name, volume in volumes.items():
+        if "hostPath" in volume:
+            assert volume["hostPath"]["path"] == mounts[name] and mounts[name] in started
+    script, env_script = container["args"]
+    header = (ROOT / script).read_text()
+    assert (ROOT / env_script).is_file() and (ROOT / container["command"][1]).is_file()
+    unknown = [name for name in settings if name not in SETTINGS and not re.search(rf"\b{name}\b", header)]
+    assert not unknown
+
+
+def test_the_schema_refuses_a_misspelt_field():
+    document = yaml.safe_load(
+        MANIFEST.read_text().split("---\n")[2].replace("completionMode", "completionMod")
+    )
+    with pytest.raises(kubernetes_validate.ValidationError, match="completionMod"):
+        kubernetes_validate.validate(document, "1.31", strict=True)
+
+
+def test_pods_find_the_head_by_its_name(hosts, tmp_path):
+    """The worker waits until the name exists; the index is the rank."""
+    h, names = hosts, tmp_path / "hosts"
+    names.write_text("127.0.0.1 localhost\n")
+    script = tmp_path / "train_it.sh"
+    script.touch()
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o400)
+    pod = {"MASTER_ADDR": "ascend-rl-0.ascend-rl", "NNODES": "2", "CLUSTER_TOKEN_FILE": str(token)}
+    bind = f"mount --bind {names} /etc/hosts; exec bash internal/cluster/kubernetes.sh --dry-run {script}"
+    pods = [
+        h.inside(
+            i + 1, "unshare", "-m", "bash", "-euc", bind, JOB_COMPLETION_INDEX=i, CLUSTER_TOKEN="", **pod
+        )
+        for i in range(2)
+    ]
+    with pytest.raises(subprocess.TimeoutExpired):
+        pods[1].wait(2)
+    with names.open("a") as file:  # in place: it is mounted
+        file.write(f"{h.address(1)} ascend-rl-0.ascend-rl\n")
+    head, worker = (each.communicate(timeout=300)[0] for each in pods)
+    assert f"this node   head, {h.address(1)} on eth0" in head, head
+    assert f"this node   worker, {h.address(2)} on eth0" in worker, worker
+    assert TOKEN not in head + worker
