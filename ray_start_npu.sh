@@ -11,6 +11,7 @@
 #
 #   --cluster FILE       settings as lines KEY=VALUE; the same file serves all nodes
 #   --dry-run            print what this node would do, or what is wrong, and start nothing (also: DRY_RUN=1)
+#   --check              start all as for the run, check nodes, dies and links instead of training, and stop
 #   --status, --stop     this user's runs on this node; stopping any node ends the run on all
 #
 # Settings: a variable (NNODES=8), a flag (--nnodes 8) or a line of the cluster file. Flags override variables,

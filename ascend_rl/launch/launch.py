@@ -5,8 +5,8 @@ brings the launchers together and tells each of the others' end; supervise runs 
 and leaves nothing behind. This module puts them in order:
 
 1. check: ports, leftovers of a killed launcher, preflight.
-2. meet: the head waits for the other launchers, a worker for the head.
-3. run, supervised: source ENV_SCRIPT, then launch_node: Ray, and on the head TRAIN_SCRIPT.
+2. meet: the head waits for the other launchers, a worker for the head; who differs is refused (agreement).
+3. run, supervised: source ENV_SCRIPT, then launch_node: Ray, and on the head TRAIN_SCRIPT (or check.py).
 4. end: the head's status is TRAIN_SCRIPT's, a worker's is the head's. A node that is lost ends all.
 5. with --restarts: after a failure, again from 1, until nothing fails or the same step failed twice.
 
@@ -34,6 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+from ascend_rl.launch.agreement import Agreement
 from ascend_rl.launch.first_step import gate
 from ascend_rl.launch.launch_plan import (
     ROOT,
@@ -324,7 +325,7 @@ class Restarts:
 def launch(plan: Plan) -> int:
     """Run everything on this node, again after failures where RESTARTS allows; returns the exit status."""
     began_s = time.monotonic()
-    restarts = Restarts(int(plan.settings["RESTARTS"]))
+    restarts = Restarts(0 if plan.check else int(plan.settings["RESTARTS"]))
     for name in LAUNCHERS_OWN:
         os.environ.pop(name, None)
     os.environ.update(plan.environment())
@@ -332,9 +333,9 @@ def launch(plan: Plan) -> int:
     while again:
         stop_by_signals()  # supervise() has taken its own measures
         code, again = start(plan, restarts)
-    if not code:
+    if not code and not plan.check:
         report(plan, time.monotonic() - began_s)
-    if switched_on("SMOKE") and not code:
+    if switched_on("SMOKE") and not code and not plan.check:
         told = [plan.script, str(plan.output_dir), "--environment", plan.env_script or ""]
         told += ["--seconds", f"{time.monotonic() - began_s:.0f}"]
         code = subprocess.run([sys.executable, "-m", "ascend_rl.rehearsal", *told]).returncode
@@ -428,6 +429,7 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
             "NPUS_PER_NODE": plan.npus,
             "RAY_PORT": plan.ray_port,
             "RESTARTS": restarts.allowed,
+            "--check": plan.check,
         },
     }
     silence_s, deadline_s = plan.seconds("LOST_DEADLINE_S"), plan.seconds("NODES_DEADLINE_S")
@@ -447,16 +449,18 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
         else:
             again = bool(restarts.allowed and ending.code and not ending.meant)
 
+    ours, port = Agreement(plan, os.environ), plan.launch_port
     if plan.role == "head":
-        side = Head(plan.address, plan.launch_port, plan.token, me, plan.nnodes, silence_s)
+        side = Head(plan.address, port, plan.token, me, plan.nnodes, silence_s, ours.ask, ours.judge)
         side.spares = max(0, len(plan.nodes) - plan.nnodes)
     else:
-        side = Worker(plan.head, plan.launch_port, plan.token, me, silence_s)
+        side = Worker(plan.head, port, plan.token, me, silence_s, ours.answer)
     try:
         if plan.role == "head":
             addresses = side.gather(plan.nodes, deadline_s, lambda text: log(plan, text))
         else:
             addresses = side.join(deadline_s, lambda text: log(plan, text))
+        ours.close()
         why = f"(its log there: {log_file(plan)})"
         code = supervised(plan, directory, addresses, side.ended, leaving)
     except (RendezvousError, Stopped) as error:
@@ -468,6 +472,7 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
         again = bool(restarts.allowed and code)
         log(plan, str(error))
     finally:
+        ours.close()
         if plan.role == "worker":
             side.finish(code, why, final=not again)
             again = again and not side.final()
@@ -481,6 +486,10 @@ def supervised(
 ) -> int:
     """Run launch_node to its end, or to that of another node; the head tells the others at once."""
     is_head = plan.role == "head"
+    train = ["bash", plan.script, *plan.overrides]
+    if plan.check:
+        train = [sys.executable, "-m", "ascend_rl.launch.check"]
+        train += ["--without-preflight"] if plan.on("SKIP_PREFLIGHT") else []
     job = {
         "ray": plan.ray_start(directory / "ray"),
         "control": [plan.head, plan.ray_port],
@@ -488,7 +497,7 @@ def supervised(
         "npus": plan.npus,
         "deadline_s": plan.seconds("RAY_DEADLINE_S"),
         "logs": str(plan.log_dir),
-        "train": ["bash", plan.script, *plan.overrides] if is_head else None,
+        "train": train if is_head else None,
     }
     command = ["bash", "-c", INSIDE, "bash", str(ROOT), plan.env_script, json.dumps(job)]
     if not is_head:
@@ -566,7 +575,7 @@ def stop_by_signals() -> None:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ray_start_npu.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("--cluster", type=Path, metavar="FILE")
-    for name in ("--dry-run", "--status", "--stop"):
+    for name in ("--dry-run", "--check", "--status", "--stop"):
         parser.add_argument(name, action="store_true")
     parser.add_argument("--verbose", dest="VERBOSE", action="store_const", const="1")
     for name in SETTINGS.keys() - {"VERBOSE"}:
@@ -593,6 +602,8 @@ def main(arguments: list[str]) -> int:
         if args.stop:
             return stop(settings["RUN_NAME"])
         plan = make_plan(settings, args.script, args.env_script, args.overrides, os.environ)
+        if args.check:
+            plan = replace(plan, check=True, output_dir=plan.output_dir / "check")
         if args.dry_run or switched_on("DRY_RUN"):
             show(plan)
             check_node(plan)

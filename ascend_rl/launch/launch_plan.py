@@ -99,6 +99,7 @@ class Plan:
     output_dir: Path
     log_dir: Path  # of this node
     token: str
+    check: bool = False  # run launch/check.py in place of the script
 
     def seconds(self, name: str) -> float:
         return float(self.settings[name])

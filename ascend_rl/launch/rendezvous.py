@@ -6,8 +6,8 @@ interface, each worker connects, and the connection stays open until the end.
 
 - Both sides prove that they know the cluster's token (HMAC-SHA256 over a fresh number of the other side)
   before they go on; the token itself is not sent. What follows is not signed: the network must be trusted.
-- A node is refused, with the reason, if its settings differ from the head's, it is there already, or the
-  cluster is full.
+- A node is refused, with the reasons, if its settings differ from the head's, it is there already, the
+  cluster is full, or the head's judge finds anything else.
 - A closed connection, or `silence_s` without a sign of life (a pulled cable, a frozen machine), is an end.
 - The end carries an exit status, in both directions, and whether it is final or the node starts again.
 
@@ -27,8 +27,8 @@ import threading
 import time
 from collections.abc import Callable
 
-LONGEST_MESSAGE = 1 << 16
-HANDSHAKE_S = 10.0
+LONGEST_MESSAGE = 1 << 18
+HANDSHAKE_S = 60.0  # in which a worker answers what the head asks
 RETRY_S = 0.5
 REMIND_S = 30.0  # between two lines that say who is waited for
 
@@ -123,10 +123,23 @@ class Head:
             "must_equal": {setting: value}}.
         nnodes: nodes of the run, this one included.
         silence_s: how long a node may be silent.
+        ask: a text for each worker, which answers it as "answer" of its node.
+        judge: what else stands against a node, given its "answer" and how far its clock is ahead (s).
     """
 
-    def __init__(self, address: str, port: int, token: str, me: dict, nnodes: int, silence_s: float):
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        token: str,
+        me: dict,
+        nnodes: int,
+        silence_s: float,
+        ask: str = "",
+        judge: Callable[[dict, float], list[str]] = lambda node, ahead_s: [],
+    ):
         self.token, self.me, self.nnodes, self.silence_s = token, me, nnodes, silence_s
+        self.ask, self.judge = ask, judge
         self.nodes: dict[str, tuple[dict, Link]] = {}  # by address
         self.running: dict[str, tuple[dict, Link]] = {}  # those that the run has begun with, this node aside
         self.spares = 0  # how many nodes more than nnodes may wait for the next start
@@ -146,33 +159,36 @@ class Head:
     def _greet(self, connection: socket.socket, peer: str) -> None:
         link = Link(connection)
         try:
-            challenge = secrets.token_hex(16)
-            link.send(challenge=challenge)
+            challenge, asked = secrets.token_hex(16), time.time()
+            link.send(challenge=challenge, ask=self.ask)
             hello = link.receive()
+            heard = time.time()
             if not hmac.compare_digest(str(hello.get("proof")), proof(self.token, "worker", challenge)):
                 refusal = "its cluster token is not the head's"
                 link.send(refused=refusal)
             else:
                 mine = proof(self.token, "head", str(hello["challenge"]))
-                refusal = self._admit(hello["node"], link, mine)
-        except (OSError, KeyError, TypeError):  # a port scanner, or gone already
+                first, last = hello.get("clock", (asked, heard))  # there, within asked and heard
+                ahead = max(last - heard, 0.0) - max(asked - first, 0.0)
+                refusal = self._admit(hello["node"], link, mine, ahead)
+        except (OSError, KeyError, TypeError, ValueError):  # a port scanner, or gone already
             link.close()
             return
         if refusal:
             self.refused[peer] = refusal
             link.close()
 
-    def _admit(self, node: dict, link: Link, mine: str) -> str:
+    def _admit(self, node: dict, link: Link, mine: str, ahead_s: float) -> str:
         """Admit a node; returns why not, or ""."""
         with self.lock:
-            refusal = self._objection(node)
+            refusal = self._objection(node, ahead_s)
             link.send(proof=mine, **({"refused": refusal} if refusal else {}))
             if not refusal:
                 self.nodes[node["address"]] = (node, link)
                 link.watch(self.silence_s)
         return refusal
 
-    def _objection(self, node: dict) -> str:
+    def _objection(self, node: dict, ahead_s: float) -> str:
         for name, value in self.me["must_equal"].items():
             if node["must_equal"].get(name) != value:
                 return f"{name} is {node['must_equal'].get(name)} there and {value} on the head"
@@ -187,7 +203,7 @@ class Head:
             return f"there is a node with RANK={node['rank']} already"
         if len(self.nodes) + 1 >= self.nnodes + self.spares:
             return f"the {self.nnodes} nodes of NNODES are here already"
-        return ""
+        return "".join(f"\n  {reason}" for reason in self.judge(node, ahead_s))
 
     def _forget_lost(self) -> None:
         self.nodes = {address: entry for address, entry in self.nodes.items() if not entry[1].over()}
@@ -212,14 +228,14 @@ class Head:
             RendezvousError: the deadline passed; names who is missing.
         """
         began = reminded = time.monotonic()
-        known = -1
+        known = None
         while len(here := self.present()) + 1 < self.nnodes:
             now = time.monotonic()
             text = self._missing(here, expected)
             if now - began > deadline_s:
                 raise RendezvousError(f"after {deadline_s:g} s {text}")
-            if len(here) != known or now - reminded > REMIND_S:
-                known, reminded = len(here), now
+            if (len(here), len(self.refused)) != known or now - reminded > REMIND_S:
+                known, reminded = (len(here), len(self.refused)), now
                 say(text)
             time.sleep(0.1)
         with self.lock:
@@ -285,10 +301,19 @@ class Head:
 
 
 class Worker:
-    """The side that connects to the head; arguments as for Head."""
+    """The side that connects to the head; arguments as for Head, and ``answer``: to what the head asks."""
 
-    def __init__(self, address: str, port: int, token: str, me: dict, silence_s: float):
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        token: str,
+        me: dict,
+        silence_s: float,
+        answer: Callable[[str], object] = lambda ask: None,
+    ):
         self.head, self.token, self.me, self.silence_s = (address, port), token, me, silence_s
+        self.answer = answer
         self.link: Link | None = None
 
     def join(self, deadline_s: float, say: Callable[[str], None]) -> list[str]:
@@ -328,8 +353,10 @@ class Worker:
         link = Link(socket.create_connection(self.head, timeout=5))
         try:
             challenge = secrets.token_hex(16)
-            theirs = str(link.receive().get("challenge"))
-            link.send(proof=proof(self.token, "worker", theirs), challenge=challenge, node=self.me)
+            asked, clock = link.receive(), time.time()
+            node = self.me | {"answer": self.answer(str(asked.get("ask", "")))}
+            mine = proof(self.token, "worker", str(asked.get("challenge")))
+            link.send(proof=mine, challenge=challenge, node=node, clock=(clock, time.time()))
             answer = link.receive()
         except OSError:
             link.close()
@@ -340,6 +367,9 @@ class Worker:
         if not hmac.compare_digest(str(answer.get("proof")), proof(self.token, "head", challenge)):
             link.close()
             raise RendezvousError(f"whoever listens at {self.head[0]} port {self.head[1]} has another token")
+        if "ask" not in asked:
+            link.close()
+            raise RendezvousError(f"the head {self.head[0]} has another version of the launcher")
         link.watch(self.silence_s)
         return link
 
