@@ -36,12 +36,15 @@ importable() {
 
 # The environment that build_project.sh created, or the Python of the Ascend image.
 use_python() {
+    local advice="run: bash build_project.sh --target cpu (or npu, in the Ascend image)"
     if [ -x "$ROOT/.venv/bin/python" ]; then
         export PATH="$ROOT/.venv/bin:$PATH"
+    elif [ -L "$ROOT/.venv/bin/python" ]; then
+        advice="the Python of $ROOT/.venv, in $(sed -n 's/^home = //p' "$ROOT/.venv/pyvenv.cfg"), is gone or closed to user \
+$(id -u): build .venv from one that all may run, or build a checkout of your own"
     fi
-    need python "run: bash build_project.sh --target cpu (or npu, in the Ascend image)"
-    importable ascend_rl verl ||
-        die "the patched frameworks cannot be imported; run: bash build_project.sh --target cpu (or npu)"
+    need python "$advice"
+    importable ascend_rl verl || die "the patched frameworks cannot be imported; $advice"
 }
 
 # train MODULE ARGS...: replace the script by `python -m MODULE ARGS...`. With DRY_RUN=1 only print what would run, as

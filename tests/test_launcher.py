@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -435,3 +436,123 @@ def test_dry_run_with_cann_and_jemalloc(hosts, tmp_path):
         assert f"{line}\n" in text
     assert TOKEN not in text
     assert sorted(tmp_path.iterdir()) == [script]
+
+
+# ray_start_npu.sh --check
+
+
+def test_a_check_of_two_hosts(hosts, tmp_path):
+    """All is brought up, sum and links are judged, nothing is trained, earlier logs stay."""
+    h = hosts(2)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/train.log").write_text("of the run\n")
+    script = f"touch {tmp_path}/trained"
+    where = {"NPUS_PER_NODE": 2, "SKIP_PREFLIGHT": 1}
+    head, worker = h.launch(1, script, "--check", **where), h.launch(2, "", "--check", **where)
+    code, text = head.end()
+    assert code == 0, text
+    assert "gloo: 4 dies of 2 node(s); all-reduce " in text
+    assert "within a node: 2 links, median " in text and "between nodes: 2 links, median " in text
+    assert "check: 0 errors, " in text
+    assert worker.end()[0] == 0
+    assert not (tmp_path / "trained").exists() and (tmp_path / "out/train.log").read_text() == "of the run\n"
+    assert "check: 0 errors" in (tmp_path / "out/check/train.log").read_text()
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) >= 4 and not [path for path in written if TOKEN.encode() in path.read_bytes()]
+
+
+# Who can connect, and who else can start a run.
+
+ACTOR = """
+import ray, time
+ray.init(log_to_driver=False)
+@ray.remote(num_cpus=0)
+class Worker:
+    def __init__(self):
+        print("up")
+worker = Worker.remote()
+ray.get(worker.__ray_ready__.remote())
+print("TRAINING", flush=True)
+time.sleep(300)
+"""
+
+
+def listening(text: str) -> dict[str, set[str]]:
+    """Of `ss -Hltnp`: address without port -> names of the processes that listen there."""
+    found: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        address = line.split()[3].rpartition(":")[0]
+        found.setdefault(address, set()).add(line.partition('(("')[2].partition('"')[0])
+    return found
+
+
+def test_what_listens_where(hosts, tmp_path):
+    """One node: loopback alone, so no other host connects."""
+    h = hosts(2)
+    (tmp_path / "use.py").write_text(ACTOR)
+    script = f"python {tmp_path}/use.py"
+    single = h.launch(1, script, NNODES="", MASTER_ADDR="")
+    single.until("TRAINING")
+    found = listening(h.run(1, "ss", "-Hltnp")[1])
+    assert set().union(*found.values()) >= {"gcs_server", "raylet"}
+    assert found.keys() <= {"127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"}, found
+    single.send(signal.SIGTERM)
+    assert single.end()[0] == 143
+
+
+# A second user.
+
+SECOND = 54321
+# Lets others reach what is below a directory that is its owner's alone, in this mount namespace only.
+OPEN = """
+    mkdir {hold}/{n}; mount --bind {needed} {hold}/{n}
+    mount -t tmpfs -o mode=755 none {closed}; mkdir -p {needed}; mount --bind {hold}/{n} {needed}
+"""
+
+
+def closed_parent(path: Path) -> Path | None:
+    """The topmost directory above a path that only its owner may enter."""
+    return next((place for place in reversed(path.parents) if not place.stat().st_mode & 0o001), None)
+
+
+@pytest.fixture
+def second_user(root):
+    """A function that runs the launcher as another user, who owns nothing but a directory."""
+    home = Path(tempfile.mkdtemp(prefix="second-", dir="/tmp"))
+    hold = Path(tempfile.mkdtemp(prefix="hold-", dir="/tmp"))
+    script = home / "train_it.sh"
+    script.write_text("echo TRAINED by $(id -u)\n")
+    for path in (home, script):
+        os.chown(path, SECOND, SECOND)
+
+    def run(opened: bool) -> tuple[int, str]:
+        needed = [path for path in (Path(sys.base_prefix).resolve(), root) if closed_parent(path)]
+        lines = [
+            OPEN.format(n=n, hold=hold, needed=path, closed=closed_parent(path))
+            for n, path in enumerate(needed if opened else [])
+        ]
+        if not opened and not needed:  # no such machine: make the interpreter its owner's alone
+            lines = [f"mount -t tmpfs -o mode=700 none {sys.base_prefix}"]
+        as_user = f"exec setpriv --reuid {SECOND} --regid {SECOND} --clear-groups"
+        start = f"{as_user} bash ray_start_npu.sh {script} '' 2>&1"
+        environ = {name: os.environ[name] for name in ("PATH",)} | {
+            "HOME": str(home),
+            "OUTPUT_DIR": f"{home}/out",
+            "LOG_DIR": f"{home}/logs",
+            "SKIP_PREFLIGHT": "1",
+        }
+        command = ["unshare", "-m", "bash", "-euc", "\n".join([*lines, start])]
+        done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    yield run
+    shutil.rmtree(home, ignore_errors=True)
+    shutil.rmtree(hold, ignore_errors=True)
+
+
+def test_a_second_user_on_the_host(second_user):
+    """With a Python that all may run it works, from a checkout of another; else the message says why."""
+    code, text = second_user(opened=True)
+    assert code == 0 and f"TRAINED by {SECOND}" in text, text
+    code, text = second_user(opened=False)
+    assert code == 1 and "is gone or closed to user " in text and "checkout of your own" in text, text
