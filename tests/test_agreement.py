@@ -93,7 +93,7 @@ def test_a_node_that_differs_is_refused_before_ray_starts(hosts, root, tmp_path)
         "override algorithm.gamma is 0.5 there and none on the head",
     ):
         assert f"\n  {sentence}" in text, text
-    assert f"{h.address(2)} was refused: \n  " in head.text() and "HCCL_BUFFSIZE is 99" in head.text()
+    assert f"{h.address(2)} was refused: \n  " in head.until("HCCL_BUFFSIZE is 99")
 
     away = f"mount -t tmpfs none {tmp_path}/out"
     code, text = start(h, 2, saves, before=away, **quick).end()

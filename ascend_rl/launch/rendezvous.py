@@ -234,8 +234,8 @@ class Head:
             text = self._missing(here, expected)
             if now - began > deadline_s:
                 raise RendezvousError(f"after {deadline_s:g} s {text}")
-            if (len(here), len(self.refused)) != known or now - reminded > REMIND_S:
-                known, reminded = (len(here), len(self.refused)), now
+            if (len(here), dict(self.refused)) != known or now - reminded > REMIND_S:
+                known, reminded = (len(here), dict(self.refused)), now
                 say(text)
             time.sleep(0.1)
         with self.lock:
