@@ -30,7 +30,7 @@ set -euo pipefail
 # Slurm runs a copy of this file.
 # shellcheck source=internal/common.sh
 . "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}/internal/common.sh"
-case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}" | grep -v ^SBATCH; exit 0 ;; esac
 cd "$ROOT"
 [ -n "${SLURM_JOB_NODELIST:-}" ] || die "this is no Slurm job; submit it: sbatch internal/cluster/slurm.sh TRAIN_SCRIPT"
 need srun "it belongs to Slurm"
