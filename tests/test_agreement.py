@@ -102,7 +102,7 @@ def test_a_node_that_differs_is_refused_before_ray_starts(hosts, root, tmp_path)
     )
     assert "on tmpfs (local to the container)" in text
     read_only = f"mount --bind {tmp_path}/out {tmp_path}/out; mount -o remount,bind,ro {tmp_path}/out"
-    code, text = start(h, 2, saves, before=read_only, LOG_DIR=h.tmp / "2/logs", **quick).end()
+    code, text = start(h, 2, saves, before=read_only, **quick).end()
     assert code == 1 and f"no checkpoint can be written to {tmp_path}/out/checkpoints here: Read-only" in text
 
     late = tmp_path / "late"
