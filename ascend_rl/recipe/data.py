@@ -112,6 +112,13 @@ DATASETS = {
         hf="BytedTsinghua-SIA/AIME-2024",
         modelscope="BytedTsinghua-SIA/AIME-2024",
     ),
+    "math500": Dataset(
+        from_aime,
+        "math500",
+        {"test": "test.jsonl"},
+        hf="HuggingFaceH4/MATH-500",
+        modelscope="AI-ModelScope/MATH-500",
+    ),
 }
 
 
