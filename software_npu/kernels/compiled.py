@@ -10,7 +10,7 @@ import torch
 
 from .training import (
     counted,
-    npu_grouped_matmul,
+    grouped_products,
     npu_moe_token_permute,
     npu_moe_token_unpermute,
     npu_rotary_position_embedding,
@@ -19,7 +19,7 @@ from .training import (
 )
 
 __all__ = ["EXTENSIONS", "Function"]
-product = npu_grouped_matmul.__wrapped__
+product = grouped_products
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,28 @@ def counted(kernel):
     return call
 
 
+NAMES = {
+    torch.float16: "DT_FLOAT16", torch.bfloat16: "DT_BFLOAT16", torch.float32: "DT_FLOAT",
+    torch.float64: "DT_DOUBLE", torch.int8: "DT_INT8", torch.int32: "DT_INT32", torch.int64: "DT_INT64",
+}  # fmt: skip
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check(operator: str, right: bool, reason: str) -> None:
+    """Refuse a call as the device's library does, by the name of its function and a reason.
+
+    Raises:
+        RuntimeError: the call is not ``right``.
+    """
+    if not right:
+        raise RuntimeError(f"call {operator} failed, detail:EZ1001: {reason}")
+
+
+def check_dtype(operator: str, name: str, tensor: torch.Tensor) -> None:
+    said = f"Tensor {name} not implemented for {NAMES.get(tensor.dtype, tensor.dtype)}, should be in dtype"
+    check(operator, tensor.dtype in FLOATS, f"{said} support list [{','.join(NAMES[x] for x in FLOATS)}]")
+
+
 def wide(x: torch.Tensor) -> torch.Tensor:
     """What the device computes in: float32 where the numbers are shorter."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -215,8 +237,35 @@ def sizes_of(group_list, group_list_type: int) -> list[int]:
     return numbers if group_list_type == 1 else [end - begin for begin, end in pairwise([0, *numbers])]
 
 
-@counted
-def npu_grouped_matmul(
+def check_grouped(x, weight, bias, split_item: int) -> None:
+    """What torch_npu's reference (npu_grouped_matmul) says of products of plain numbers.
+
+    Lists of 128 at most; x and weight of one dtype, and the bias of float32 where they are bfloat16; x of two
+    dimensions unless ``split_item`` is 0.
+    """
+    name = "aclnnGroupedMatmulV4"
+    for kind, tensors in (("x", x), ("weight", weight)):
+        check(
+            name,
+            len(tensors) <= 128,
+            f"the list {kind} has {len(tensors)} tensors, at most 128 are supported",
+        )
+        for tensor in tensors:
+            check_dtype(name, kind, tensor)
+    kinds = {tensor.dtype for tensor in (*x, *weight)}
+    check(name, len(kinds) == 1, f"x and weight should have one dtype, not {sorted(map(NAMES.get, kinds))}")
+    wanted = torch.float32 if x[0].dtype is torch.bfloat16 else x[0].dtype
+    for tensor in bias or ():
+        check(
+            name,
+            tensor.dtype is wanted,
+            f"Tensor bias should be {NAMES[wanted]} for x of {NAMES[x[0].dtype]}",
+        )
+    flat = split_item in (0, None) or all(tensor.ndim == 2 for tensor in x)
+    check(name, flat, f"x should have 2 dimensions with split_item {split_item}")
+
+
+def grouped_products(
     x, weight, *, bias=None, scale=None, offset=None, antiquant_scale=None, antiquant_offset=None,
     per_token_scale=None, group_list=None, activation_input=None, activation_quant_scale=None,
     activation_quant_offset=None, split_item=0, group_type=None, group_list_type=0, act_type=0,
@@ -247,6 +296,12 @@ def npu_grouped_matmul(
     return [torch.cat([*products, left_alone(len(x[0]) - sum(sizes), weights[0].shape[-1], dtype=to)])]
 
 
+@counted
+def npu_grouped_matmul(x, weight, *, bias=None, split_item=0, **options):
+    check_grouped(x, weight, bias, split_item)
+    return grouped_products(x, weight, bias=bias, split_item=split_item, **options)
+
+
 def left_alone(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows that an operator does not write: what was there, here a number that nobody takes for a result."""
     return torch.full(shape, 12345, dtype=dtype)
@@ -254,6 +309,12 @@ def left_alone(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @counted
 def npu_rms_norm(self, gamma, epsilon=1e-6):
+    """Of float16, bfloat16 or float32; gamma has the shape of the last dimensions (torch_npu's reference)."""
+    check_dtype("aclnnRmsNorm", "x", self)
+    shapes = (
+        f"the shape of gamma {list(gamma.shape)} is not that of the last dimensions of x {list(self.shape)}"
+    )
+    check("aclnnRmsNorm", self.shape[self.ndim - gamma.ndim :] == gamma.shape, shapes)
     x = wide(self)
     inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
     return (x * inverse * wide(gamma)).to(self.dtype), inverse

@@ -38,8 +38,9 @@ def test_norm_activation_and_rotation():
     agree(
         lambda *a: torch_npu.npu_rms_norm(*a, epsilon=1e-5)[0],
         lambda x, g: F.rms_norm(x, (8,), g, 1e-5),
-        x,
-        gamma,
+        x.float(),
+        gamma.float(),
+        tolerance=1e-5,
     )
     agree(torch_npu.npu_swiglu, lambda x: F.silu(x[:, :4]) * x[:, 4:], x)
     angles = numbers(5, 1, 4)
@@ -144,7 +145,7 @@ def test_experts():
 def test_grouped_products_leave_the_rest_alone_and_have_no_gradient():
     import torch_npu
 
-    x, weight, sizes = numbers(9, 4), numbers(3, 4, 5), [2, 0, 4]
+    x, weight, sizes = numbers(9, 4).float(), numbers(3, 4, 5).float(), [2, 0, 4]
     wanted = torch.cat([x[:2] @ weight[0], x[2:6] @ weight[2]])
     a, w = x.npu().requires_grad_(), weight.npu()
     for kind, given in ((1, sizes), (0, [2, 2, 6])):
@@ -191,6 +192,39 @@ def test_schemas_and_devices_are_checked():
         torch_npu.npu_rms_norm(x.npu(), torch.ones(4).npu(), eps=1e-5)
     with pytest.raises(NotImplementedError, match="no kernel for npu::npu_fast_gelu"):
         torch_npu.npu_fast_gelu(x.npu())
+
+
+@on_npu()
+def test_dtypes_and_shapes_that_no_device_takes_are_refused():
+    """Those that the reference of torch_npu names for the operator."""
+    import torch_npu
+
+    x, gamma = numbers(5, 8).npu(), numbers(8).npu()
+    with pytest.raises(RuntimeError, match="aclnnRmsNorm.*Tensor x not implemented for DT_DOUBLE"):
+        torch_npu.npu_rms_norm(x, gamma)
+    x, gamma = x.float(), gamma.float()
+    with pytest.raises(RuntimeError, match=r"shape of gamma \[1\] is not"):  # torch would broadcast it
+        torch_npu.npu_rms_norm(x, gamma[:1])
+    assert torch_npu.npu_rms_norm(x, x)[0].shape == (5, 8)
+
+    rows, weight = torch.tensor([2, 3]).npu(), numbers(2, 8, 3).npu().bfloat16()
+
+    def grouped(x, weight, **options):
+        given = {"group_list": rows, "split_item": 2, "group_type": 0, "group_list_type": 1} | options
+        return torch_npu.npu_grouped_matmul(x, weight, **given)
+
+    for wrong, message in (
+        (x, "one dtype, not .*DT_BFLOAT16.*DT_FLOAT"),
+        (x.double(), "Tensor x not implemented for DT_DOUBLE"),
+        (x.bfloat16()[None], "2 dimensions with split_item 2"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            grouped([wrong], [weight])
+    with pytest.raises(RuntimeError, match="bias should be DT_FLOAT for x of DT_BFLOAT16"):
+        grouped([x.bfloat16()], [weight], bias=[numbers(2, 3).npu().bfloat16()])
+    with pytest.raises(RuntimeError, match="weight has 129 tensors"):
+        grouped([x.bfloat16()], [weight[0]] * 129)
+    assert grouped([x.bfloat16()], [weight])[0].dtype is torch.bfloat16
 
 
 @on_npu()
