@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from ascend_rl.hdp import hdp_training
 from ascend_rl.hdp.hdp import QWEN3_235B, plan
 from ascend_rl.hdp.hdp_training import Ring, Share
+from ascend_rl.settings.model import PUBLISHED
 from ascend_rl.settings.switch import CannotWork
 
 PackedSeqParams = make_dataclass("PackedSeqParams", [
@@ -112,14 +113,40 @@ def test_what_does_not_work_together_is_refused(changes, transformer, mtp, said,
         assert hdp_training.problems(works, SimpleNamespace(), None) == []
 
 
-def test_the_cost_model_can_be_given(monkeypatch):
+def transformer(path: str, tp: int) -> SimpleNamespace:
+    """A published model as megatron-core's TransformerConfig has it."""
+    shape = PUBLISHED[path]
+    return SimpleNamespace(
+        hidden_size=shape["hidden_size"],
+        num_attention_heads=shape["num_attention_heads"],
+        num_query_groups=shape["num_key_value_heads"],
+        kv_channels=shape["head_dim"],
+        ffn_hidden_size=shape["intermediate_size"],
+        num_moe_experts=shape.get("num_experts"),
+        moe_router_topk=shape.get("num_experts_per_tok", 2),
+        moe_ffn_hidden_size=shape.get("moe_intermediate_size"),
+        tensor_model_parallel_size=tp,
+    )
+
+
+def test_the_cost_model_follows_the_model(monkeypatch):
     monkeypatch.delenv("HDP_COST_MODEL", raising=False)
-    assert hdp_training.cost_model() == QWEN3_235B
+    assert hdp_training.cost_model(transformer("qwen3-235b-a22b", 4)) == QWEN3_235B
+    dense = hdp_training.cost_model(transformer("qwen3-32b", 8))
+    # FLOPs of causal attention and of the linear layers; the rest takes as long as a layer, in other units.
+    assert dense.pair / QWEN3_235B.pair == pytest.approx((8192 / 487.6e6) / (8192 / 222.3e6), rel=1e-3)
+    less = (222.3 / 4) / (487.6 / 8)
+    assert dense.ring_step == pytest.approx(600 * less, rel=1e-3)
+    assert dense.ring_token == pytest.approx(0.025 * less, rel=1e-3)  # a KV head on a rank, as 235B at TP4
+    assert dense.micro_batch == pytest.approx(800 * less, rel=1e-3)
+
+
+def test_the_cost_model_can_be_given(monkeypatch):
     monkeypatch.setenv("HDP_COST_MODEL", "1,2e-5,3,4,5")
-    assert hdp_training.cost_model().pair == 2e-5
+    assert hdp_training.cost_model(None).pair == 2e-5
     monkeypatch.setenv("HDP_COST_MODEL", "1,2")
     with pytest.raises(CannotWork, match="five numbers"):
-        hdp_training.cost_model()
+        hdp_training.cost_model(None)
 
 
 def test_micro_batches_of_a_fixed_count_are_refused():

@@ -155,7 +155,7 @@ OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("train.dist_checkpoint", "megatron", f"{MEGATRON}.use_dist_checkpointing=True"),
     ("train.swap_optimizer", "megatron", f"{MEGATRON}.optimizer_offload=True"),
     ("train.saves_nothing", "fsdp", "trainer.save_freq=-1"),
-    ("train.engine_workers", "fsdp", "trainer.use_legacy_worker_impl=disable"),
+    ("train.sync_memory", "megatron", "actor_rollout_ref.model.path=/data/Qwen3-235B-A22B"),
     ("options.vllm", "megatron", f"+{VLLM}.cuda_graph_sizes=[8]"),  # verl 0.7.1's own mistake
     ("options.vllm", "fsdp", f"+{VLLM}.compilation_config.cudagraph_modes=NONE"),
     ("options.vllm", "fsdp", f"+{VLLM}.compilation_config.pass_config.fuse_norm=True"),
@@ -251,6 +251,35 @@ def test_checkpoints_need_room(on_base, tmp_path):
         ]
         assert bool(found) == is_found
         assert all("9874 GB needed" in finding.why + finding.where for finding in found)
+
+
+def test_hdp_needs_an_actor_that_follows_plans(on_base):
+    whole = f"{ACTOR}.whole_batch_loss=True"
+    cp1 = [whole, f"{MEGATRON}.context_parallel_size=1", f"{MEGATRON}.pipeline_model_parallel_size=4"]
+    workers = [whole, "trainer.use_legacy_worker_impl=disable"]
+    for base, overrides, said in (
+        ("fsdp", [], "strategy is fsdp"),
+        ("megatron", [], "whole_batch_loss=True"),
+        ("megatron", cp1, "context_parallel_size=1"),
+        ("megatron", workers, "engine workers"),
+        ("megatron", [whole], None),
+    ):
+        found = linter.lint(on_base(base, "export USE_HDP=1"), None, overrides)
+        details = [finding.why for finding in found if finding.check == "train.hdp"]
+        assert [said in detail for detail in details] == [True] * (said is not None), (said, details)
+
+
+def test_a_weight_sync_needs_room_for_a_layer_of_fused_experts(on_base):
+    """verl#6691: Megatron-Bridge makes one tensor of a layer's experts; verl's default export does not."""
+    large = ["actor_rollout_ref.model.path=/data/Qwen3-235B-A22B"]
+    large += [f"{ROLLOUT}.tensor_model_parallel_size=8", f"{ROLLOUT}.data_parallel_size=2"]
+    said = {}
+    for vanilla in (True, False):
+        more = [*large, f"{MEGATRON}.vanilla_mbridge={vanilla}"]
+        found = linter.lint(on_base("megatron"), None, more)
+        said[vanilla] = [(f.where, f.why) for f in found if f.check == "train.sync_memory"]
+    ((where, why),) = said[False]
+    assert said[True] == [] and where == f"{MEGATRON}.vanilla_mbridge" and "one tensor" in why
 
 
 def test_flashcomm_needs_tp(on_base):

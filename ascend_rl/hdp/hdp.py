@@ -64,7 +64,33 @@ class CostModel:
 # runs, see docs/hdp.md. Qwen3-235B-A22B at TP4 PP4, and DeepSeek-V3 at TP4 PP8, whose layers compute 2.6
 # times as much per token.
 QWEN3_235B = CostModel(token=1.0, pair=3.56e-5, ring_step=600.0, ring_token=0.025, micro_batch=800.0)
+QWEN3_235B_SIZES = (55_574_528, 2048, 128)  # of `scaled`: linear, attention, kv of a rank at TP4
 DEEPSEEK_V3 = CostModel(token=1.0, pair=3.38e-5, ring_step=232.0, ring_token=0.028, micro_batch=309.0)
+
+
+def scaled(linear: float, attention: float, kv: float) -> CostModel:
+    """The cost model of another model, from QWEN3_235B's by what a layer computes on a rank; not timed.
+
+    The unit is the time of a token's linear layers, so whatever takes the same time in both is fewer units
+    where these compute more. Sizes are divided by TP.
+
+    Args:
+        linear: weights of a layer that a token meets: projections of attention, FFN or its experts.
+        attention: heads times their width.
+        kv: KV heads times their width.
+
+    >>> scaled(*QWEN3_235B_SIZES) == QWEN3_235B
+    True
+    """
+    base_linear, base_attention, base_kv = QWEN3_235B_SIZES
+    less = base_linear / linear
+    return CostModel(
+        token=QWEN3_235B.token,
+        pair=QWEN3_235B.pair * attention / base_attention * less,
+        ring_step=QWEN3_235B.ring_step * less,
+        ring_token=QWEN3_235B.ring_token * kv / base_kv * less,
+        micro_batch=QWEN3_235B.micro_batch * less,
+    )
 
 
 def fit(lengths: Sequence[Sequence[int]], sizes: Sequence[int], seconds: Sequence[float]) -> CostModel:

@@ -36,6 +36,7 @@ from ascend_rl.settings.switch import CannotWork, refuse, switched_on
 if TYPE_CHECKING:  # numba takes long to import, and this module is imported wherever megatron-core is
     from ascend_rl.hdp.hdp import CostModel, Plan
 
+ENGINE_WORKERS = "engine workers follow no plan: set trainer.use_legacy_worker_impl=auto"
 RINGS = "hdp_rings"  # a micro-batch's key: [sequences, 2] int64, first rank and size of each one's ring
 
 
@@ -223,13 +224,24 @@ def agree(
         count = most
 
 
-def cost_model() -> CostModel:
-    """HDP_COST_MODEL=token,pair,ring_step,ring_token,micro_batch, as from `hdp.fit`, or the default."""
-    from ascend_rl.hdp.hdp import QWEN3_235B, CostModel
+def cost_model(transformer: Any) -> CostModel:
+    """HDP_COST_MODEL=token,pair,ring_step,ring_token,micro_batch, as from `hdp.fit`, or by the model's sizes.
+
+    Args:
+        transformer: megatron-core's TransformerConfig.
+    """
+    from ascend_rl.hdp.hdp import CostModel, scaled
 
     text = os.environ.get("HDP_COST_MODEL")
     if not text:
-        return QWEN3_235B
+        hidden, tp = transformer.hidden_size, transformer.tensor_model_parallel_size
+        attention = transformer.num_attention_heads * transformer.kv_channels
+        kv = transformer.num_query_groups * transformer.kv_channels
+        ffn = transformer.ffn_hidden_size
+        if transformer.num_moe_experts:
+            ffn = transformer.moe_router_topk * transformer.moe_ffn_hidden_size
+        linear = hidden * (2 * attention + 2 * kv + 3 * ffn)
+        return scaled(linear / tp, attention / tp, kv / tp)
     try:
         token, pair, ring_step, ring_token, micro_batch = map(float, text.split(","))
     except ValueError:
@@ -298,7 +310,7 @@ class HybridDataParallel:
         metrics: of the last split, for the trainer's log.
     """
 
-    def __init__(self, mpu, device: str | int | torch.device):
+    def __init__(self, mpu, device: str | int | torch.device, model: CostModel):
         """``mpu``: megatron-core's parallel_state."""
         self.cp_group, self.dp_group = mpu.get_context_parallel_group(), mpu.get_data_parallel_group()
         self.cp_rank, self.dp_rank = mpu.get_context_parallel_rank(), mpu.get_data_parallel_rank()
@@ -306,7 +318,7 @@ class HybridDataParallel:
         self.ranks = tuple(dist.get_process_group_ranks(self.cp_group))
         everyone = self._gather(list(self.ranks), dist.group.WORLD)
         self.groups = ring_groups(tuple(sorted({tuple(ranks) for ranks in everyone})))
-        self.model = cost_model()
+        self.model = model
         self.dump = os.environ.get("HDP_DUMP") if dist.get_rank() == 0 else None
         self.metrics: dict[str, float] = {}
 
@@ -401,7 +413,7 @@ def refuse_engine_workers() -> None:
         CannotWork: HDP is switched on.
     """
     if enabled():
-        refuse("USE_HDP=1", ["engine workers follow no plan: set trainer.use_legacy_worker_impl=auto"])
+        refuse("USE_HDP=1", [ENGINE_WORKERS])
 
 
 def setup(actor: Mapping[str, Any], transformer: Any, mtp: Any, mpu, device) -> HybridDataParallel | None:
@@ -413,4 +425,4 @@ def setup(actor: Mapping[str, Any], transformer: Any, mtp: Any, mpu, device) -> 
     if not enabled():
         return None
     refuse("USE_HDP=1", problems(actor, transformer, mtp))
-    return HybridDataParallel(mpu, device)
+    return HybridDataParallel(mpu, device, cost_model(transformer))

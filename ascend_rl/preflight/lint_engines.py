@@ -397,6 +397,27 @@ def _(s):
 
 
 @rule(
+    "train.sync_memory",
+    "warning",
+    "by the planner, both engines' weights fit on a die during a weight sync",
+    why="the planner expects the weight sync to run out of memory",
+    fix="more TP, PP or EP in training or rollout; see: python -m ascend_rl.memory_plan -h",
+)
+def _(s):
+    plan = plan_of(s)
+    if not (plan and plan.training and plan.rollout):
+        return
+    model, needed = plan.model, plan.sync_bytes
+    key = f"{MEGATRON}.vanilla_mbridge"
+    fused = s.megatron and model.experts and s.get(f"{MEGATRON}.use_mbridge") and not s.get(key, True)
+    if fused:  # Megatron-Bridge makes one tensor [experts, 2 * I, H] of a layer
+        needed += model.experts * 2 * model.ffn * model.hidden * 2
+    if needed > plan.training.budget_bytes:
+        detail = f"{needed / 2**30:.1f} GiB of {plan.training.budget_bytes / 2**30:.1f} GiB"
+        yield (key, f"{detail}, with all experts of a layer in one tensor") if fused else (ROLLOUT, detail)
+
+
+@rule(
     "rollout.memory",
     "warning",
     "by the planner, weights and the KV cache of one sequence fit",
@@ -603,15 +624,30 @@ def _(s):
 
 
 @rule(
-    "train.engine_workers",
-    "info",
-    "engine workers are chosen with their log-prob gap in mind",
-    why="on a CPU their log-probs differ from the rollout's by 0.029 (bf16 autocast is hard-coded)",
-    fix="compare with trainer.use_legacy_worker_impl=auto before long runs",
+    "train.hdp",
+    "error",
+    "with USE_HDP=1 the Megatron actor can follow plans",
+    why="the actor refuses it when it is built",
+    fix="see docs/hdp.md, or unset USE_HDP",
 )
 def _(s):
+    if s.variable("USE_HDP") != 1:
+        return
+    if not s.megatron:
+        yield "$USE_HDP", f"1, and {ACTOR}.strategy is {s.get(f'{ACTOR}.strategy')}, which ignores it"
+        return
+    from ascend_rl.hdp import hdp_training  # imports torch
+
     if s.get("trainer.use_legacy_worker_impl") == "disable":
-        yield "trainer.use_legacy_worker_impl", "disable"
+        yield "$USE_HDP", f"1, and {hdp_training.ENGINE_WORKERS}"
+    actor = s.mapping(ACTOR) | {
+        "megatron": s.mapping(MEGATRON) | {"context_parallel_size": s.cp},
+        "router_replay": s.mapping(f"{ACTOR}.router_replay"),
+        "policy_loss": s.mapping(f"{ACTOR}.policy_loss"),
+    }
+    transformer = SimpleNamespace(**s.mapping(f"{MEGATRON}.override_transformer_config"))
+    for problem in hdp_training.problems(actor, transformer, s.mapping("actor_rollout_ref.model.mtp")):
+        yield "$USE_HDP", f"1, and {problem}"
 
 
 # The algorithm.
