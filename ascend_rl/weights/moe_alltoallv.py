@@ -106,10 +106,12 @@ def expert_weights(
         for layer in model.decoder.layers
         if hasattr(layer.mlp, "experts")
     }
-    stages = [None] * parallel_state.get_pipeline_model_parallel_world_size()
+    dtypes = {next(experts.parameters()).dtype for experts in layers.values()}
+    gathered = [None] * parallel_state.get_pipeline_model_parallel_world_size()
     torch.distributed.all_gather_object(
-        stages, tuple(layers), group=parallel_state.get_pipeline_model_parallel_group()
+        gathered, (tuple(layers), dtypes), group=parallel_state.get_pipeline_model_parallel_group()
     )
+    stages, found = zip(*gathered, strict=True)
     if not any(stages):
         return
     if hf_config.model_type != "qwen3_moe":
@@ -117,7 +119,7 @@ def expert_weights(
             f"ALL_TO_ALL_RESHARD=1 supports the experts of qwen3_moe, not of {hf_config.model_type}: unset it"
         )
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    train = Train(world, parallel_state.get_expert_model_parallel_world_size(), tuple(stages))
+    train = Train(world, parallel_state.get_expert_model_parallel_world_size(), stages)
     place = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_expert_model_parallel_rank(),
@@ -134,9 +136,10 @@ def expert_weights(
     def read(wanted: Slice) -> torch.Tensor:
         return hf_slice(layers[wanted.layer], wanted.expert - first, wanted.part)
 
-    like = next(models[0].parameters())
+    (dtype,) = set().union(*found)  # of experts: norms and embeddings may have another
+    device = next(models[0].parameters()).device
     yield from reshard(
-        plan, rank, read, hf_config.hidden_size, hf_config.moe_intermediate_size, like.dtype, like.device
+        plan, rank, read, hf_config.hidden_size, hf_config.moe_intermediate_size, dtype, device
     )
 
 

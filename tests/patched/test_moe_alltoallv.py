@@ -91,6 +91,10 @@ def sync_in(rank: int, path) -> list[dict]:
         for layer in layers:
             layer.mlp.experts = grouped(layer.mlp.experts)
         ways["grouped"] = sent("1")
+        first = next(unwrap_model(worker.actor_module[0]).parameters())
+        first.data = first.data.half()  # such as norms that are kept in float32
+        experts = {name: tensor for name, tensor in sent("1").items() if ".experts." in name}
+        ways["first parameter of another dtype"] = ways["grouped"] | experts
         block = EXPERTS // layout.ep
         first = parallel_state.get_expert_model_parallel_rank() * block
         numbers = (layer.layer_number - 1 for layer in layers)
