@@ -67,6 +67,7 @@ def test_a_job_of_slurm(hosts, tmp_path):
         "LOG_DIR": str(tmp_path / "logs"),
         "SRUN_ARGS": "--container-image=it",
         "SKIP_PREFLIGHT": "1",
+        "VERBOSE": "1",
         "RAY_NUM_CPUS": "0",
         "RAY_OBJECT_STORE": "80000000",
         "TAG": h.tag,

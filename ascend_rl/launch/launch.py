@@ -507,7 +507,7 @@ def supervised(
         command,
         log_file(plan),
         plan.output_dir / "metrics.jsonl",
-        "" if plan.on("VERBOSE") else "starting Ray, trainer and vLLM",
+        "" if plan.check or plan.on("VERBOSE") else "starting Ray, trainer and vLLM",
         plan.seconds("RUN_DEADLINE_S"),
         plan.seconds("STALL_DEADLINE_S"),
         plan.seconds("START_DEADLINE_S"),
