@@ -7,16 +7,24 @@ the update after that is bit for bit the one after the save.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
-from megatron_tiny import Layout, exported, make_batch, make_checkpoint, make_worker
+from megatron_tiny import Layout, make_batch, make_checkpoint, make_worker
 from ranks import run_ranks
 from test_megatron_actor import OVERRIDES, update
-from test_mindspeed import FLASH, MINDSPEED, needs_mindspeed, options
+from test_mindspeed import FLASH, MINDSPEED, OVERLAP, needs_mindspeed, options
+
+from ascend_rl.weights import converter
 
 pytestmark = needs_mindspeed
-SWAP = FLASH + options(swap_optimizer=True, swap_optimizer_times=4)
-LAYOUTS = [Layout(options=SWAP), Layout("moe", ep=2, options=SWAP)]
+SWAP = options(swap_optimizer=True, swap_optimizer_times=4)
+LAYOUTS = {
+    "dense": Layout(options=FLASH + SWAP),
+    "moe": Layout("moe", ep=2, options=FLASH + SWAP),
+    "overlap": Layout("moe", ep=2, options=OVERLAP + SWAP),  # as the 235B recipes
+}
 TYPE = "actor_rollout_ref.actor.megatron.dtype=bfloat16"
 # Rates that differ from step to step, so that a step with the rate of another shows.
 RATES = tuple(
@@ -37,32 +45,57 @@ def bytes_on_device(worker) -> int:
     return total
 
 
+def weights_of(worker) -> dict[str, torch.Tensor]:
+    """This rank's."""
+    return {
+        f"{stage} {name}": parameter.detach().clone().cpu()
+        for stage, module in enumerate(worker.actor_module)
+        for name, parameter in module.named_parameters()
+    }
+
+
 def after(worker) -> dict:
     """An update, and what it made."""
     norm = update(worker, make_batch())[0]
-    return {"norm": norm, "on device": bytes_on_device(worker), "weights": exported(worker)}
+    return {"norm": norm, "on device": bytes_on_device(worker), "weights": weights_of(worker)}
 
 
-def train(rank: int, layout: Layout, path, directory) -> dict:
-    worker = make_worker(layout, path, *OVERRIDES, *RATES, TYPE)
+def worker_of(layout: Layout, path, mcore):
+    overlap = ()
+    if layout.options[: len(OVERLAP)] == OVERLAP:
+        os.environ["USE_ALLTOALL_OVERLAP"] = "1"
+        megatron = "actor_rollout_ref.actor.megatron"
+        overlap = (
+            f"{megatron}.use_mbridge=False",
+            f"{megatron}.use_dist_checkpointing=True",
+            f"{megatron}.dist_checkpointing_path={mcore}",
+        )
+    return make_worker(layout, path, *OVERRIDES, *RATES, TYPE, *overlap)
+
+
+def train(rank: int, layout: Layout, path, mcore, directory) -> dict:
+    worker = worker_of(layout, path, mcore)
     for _ in range(2):
         update(worker, make_batch())
-    saved = exported(worker)
+    saved = weights_of(worker)
     worker.save_checkpoint(str(directory))
     return {"saved": saved} | after(worker)
 
 
-def resume(rank: int, layout: Layout, path, directory) -> dict:
-    worker = make_worker(layout, path, *OVERRIDES, *RATES, TYPE)
+def resume(rank: int, layout: Layout, path, mcore, directory) -> dict:
+    worker = worker_of(layout, path, mcore)
     worker.load_checkpoint(str(directory), del_local_after_load=False)
-    return {"saved": exported(worker)} | after(worker)
+    return {"saved": weights_of(worker)} | after(worker)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["dense", "moe"])
-def test_the_step_after_a_load_is_that_after_the_save(tmp_path, layout):
-    path = make_checkpoint(layout.kind, tmp_path / "model", layers=2)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_step_after_a_load_is_that_after_the_save(tmp_path, name):
+    layout = LAYOUTS[name]
+    path, mcore = make_checkpoint(layout.kind, tmp_path / "model", layers=2), tmp_path / "mcore"
+    if name == "overlap":
+        converter.to_mcore(path, mcore, converter.Options(quiet=True, layout="grouped", ep_size=2))
     first, second = (
-        run_ranks(2, function, layout, path, tmp_path / "saved", stubs=(MINDSPEED,), npu=True)
+        run_ranks(2, function, layout, path, mcore, tmp_path / "saved", stubs=(MINDSPEED,), npu=True)
         for function in (train, resume)
     )
     for rank, (went_on, resumed) in enumerate(zip(first, second, strict=True)):
