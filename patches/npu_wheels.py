@@ -55,7 +55,7 @@ def wheels_file() -> Path:
     project = Project.load(ROOT)
     ascend, vllm_ascend = project.tables["ascend"], project.framework("vllm_ascend")
     path = ROOT / f"data/npu_wheels_{ascend['torch_npu']}_{vllm_ascend.version}.json"
-    if path.exists():
+    if path.exists() and path.stat().st_mtime > Path(__file__).stat().st_mtime:
         return path
     torch_npu = replace(project.framework("torch_npu"), version=ascend["torch_npu"])
     path.parent.mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ def wheels_file() -> Path:
         )
         names = {}
         for member in wheel.namelist():
-            if re.fullmatch(r"torch_npu/(npu/\w+|__init__)\.py", member):
+            if re.fullmatch(r"torch_npu/(npu/\w+|utils/(__init__|storage)|__init__)\.py", member):
                 module = member.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
                 names[module] = sorted(top_level_names(ast.parse(wheel.read(member))))
         atb = {

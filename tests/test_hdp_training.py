@@ -162,7 +162,7 @@ def test_text_is_planned_though_verl_sends_inputs_for_images_with_it_and_images_
     batch["multi_modal_inputs_idx"] = torch.arange(4)
     parallel = SimpleNamespace(
         _gather=lambda numbers, group: [numbers], dp_group=None, dp_rank=0, ranks=(0, 1), dump=None,
-        model=hdp_training.cost_model(),
+        model=hdp_training.cost_model(transformer("qwen3-235b-a22b", 4)),
     )  # fmt: skip
     micro_batches, rows = hdp_training.HybridDataParallel.split(parallel, batch, True, 20, 1)
     assert sorted(sum(rows, [])) == [0, 1, 2, 3]

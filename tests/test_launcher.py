@@ -537,6 +537,7 @@ def second_user(root):
         start = f"{as_user} bash ray_start_npu.sh {script} '' 2>&1"
         environ = {name: os.environ[name] for name in ("PATH",)} | {
             "HOME": str(home),
+            "VERBOSE": "1",
             "OUTPUT_DIR": f"{home}/out",
             "LOG_DIR": f"{home}/logs",
             "SKIP_PREFLIGHT": "1",
