@@ -48,7 +48,7 @@ from ascend_rl.weights.qwen3 import (
     mcore_tensors,
     read_model,
 )
-from ascend_rl.weights.safetensors import Described, Safetensors, Source, header
+from ascend_rl.weights.safetensors import Described, Safetensors, Source, header, space_for
 from ascend_rl.weights.torch_dist import ITEMSIZE, Archive, Checkpoint
 from ascend_rl.weights.workers import Progress, Scratch, in_parallel
 
@@ -352,10 +352,7 @@ class MegatronWeights:
             self.tensors[name] = Described(dtypes.pop(), shape)
 
     def rows(self, name: str, row: int, rows: int, buffer: np.ndarray | None = None) -> np.ndarray:
-        width = self.tensors[name].row_bytes
-        out = (np.empty(rows * width, np.uint8) if buffer is None else buffer[: rows * width]).reshape(
-            rows, width
-        )
+        out = space_for(rows, self.tensors[name].row_bytes, buffer)
         read_rows(self.stacks[name], self.checkpoint, row, out)
         return out
 

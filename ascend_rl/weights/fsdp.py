@@ -31,7 +31,7 @@ import numpy as np
 from ascend_rl.settings.switch import CannotWork
 from ascend_rl.weights.checkpoints import SHARD
 from ascend_rl.weights.files import fingerprint, read_exactly
-from ascend_rl.weights.safetensors import Described
+from ascend_rl.weights.safetensors import Described, space_for
 from ascend_rl.weights.torch_dist import ITEMSIZE, STORAGES, contiguous, record_start
 
 DTYPE_OF = {storage: dtype for dtype, storage in STORAGES.items()}
@@ -220,9 +220,7 @@ class FsdpShards:
     def rows(self, name: str, row: int, rows: int, buffer: np.ndarray | None = None) -> np.ndarray:
         """[rows, row_bytes] uint8."""
         width, pieces = self.tensors[name].row_bytes, self._pieces[name]
-        out = (np.empty(rows * width, np.uint8) if buffer is None else buffer[: rows * width]).reshape(
-            rows, width
-        )
+        out = space_for(rows, width, buffer)
         done = 0
         nth = bisect.bisect_right(pieces, (row, math.inf)) - 1
         while done < rows:

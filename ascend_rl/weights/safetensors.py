@@ -48,6 +48,12 @@ class Stored(Described):
     start: int
 
 
+def space_for(rows: int, row_bytes: int, buffer: np.ndarray | None) -> np.ndarray:
+    """[rows, row_bytes] uint8 to read into: the beginning of ``buffer``, or new."""
+    size = rows * row_bytes
+    return (np.empty(size, np.uint8) if buffer is None else buffer[:size]).reshape(rows, row_bytes)
+
+
 class Source(Protocol):
     """Weights by Hugging Face's names, whatever holds them."""
 
@@ -127,8 +133,7 @@ class Safetensors:
     def rows(self, name: str, row: int, rows: int, buffer: np.ndarray | None = None) -> np.ndarray:
         """[rows, row_bytes] uint8."""
         stored = self.tensors[name]
-        size = rows * stored.row_bytes
-        out = (np.empty(size, np.uint8) if buffer is None else buffer[:size]).reshape(rows, stored.row_bytes)
+        out = space_for(rows, stored.row_bytes, buffer)
         where = f"{self.directory / stored.file}: {name}"
         read_exactly(
             self._fds[stored.file], memoryview(out).cast("B"), stored.start + row * stored.row_bytes, where
