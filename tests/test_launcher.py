@@ -49,6 +49,13 @@ def netns_problem() -> str:
     return made.stderr.strip()
 
 
+def need_netns() -> None:
+    """Skip the test where there are no network namespaces; CI must have them."""
+    if problem := netns_problem():
+        assert os.environ.get("CI") != "true", problem
+        pytest.skip(f"no network namespaces here: {problem}")
+
+
 class Launch:
     """One launcher: its process, and what the user saw."""
 
@@ -180,9 +187,7 @@ class Hosts:
 @pytest.fixture
 def hosts(root, tmp_path):
     """A function that makes some hosts; they are checked and removed after the test."""
-    if problem := netns_problem():
-        assert os.environ.get("CI") != "true", problem
-        pytest.skip(f"no network namespaces here: {problem}")
+    need_netns()
     made: list[Hosts] = []
 
     def make(count: int) -> Hosts:
