@@ -12,7 +12,8 @@ So each launcher collects what its node has (`collect`), a worker's goes to the 
 - If checkpoints are on, their directory is proved to be shared: the head writes a file there, each worker
   finds it and writes one too.
 
-SKIP_PREFLIGHT=1 on the head compares nothing. Costs 0.3 s on a warm disk; no framework is imported.
+SKIP_PREFLIGHT=1 on the head compares nothing. Cost: one dry run, and reading all code; no framework is
+imported.
 """
 
 from __future__ import annotations

@@ -29,9 +29,8 @@ from pathlib import Path
 TIMEOUT_S = 30
 UNSET_VARIABLES = 20  # the most to look for
 MODULE = re.compile(r"verl(\.\w+)+|ascend_rl\.launch\.start_roll")
-UNBOUND = re.compile(
-    r"^(\S+?): line (\d+): ([A-Za-z_]\w*)(?:\[.*\])?: unbound variable", re.M
-)  # file, line, name
+# File, line, name.
+UNBOUND = re.compile(r"^(\S+?): line (\d+): ([A-Za-z_]\w*)(?:\[.*\])?: unbound variable", re.M)
 
 REAL = (
     "awk basename bash bc cat cut date dirname env expr getconf grep head hostname id ls nproc printf pwd "

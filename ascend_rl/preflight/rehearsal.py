@@ -240,13 +240,17 @@ def show(script: str, report: dict) -> None:
     console.print(verdict(report["gap"]))
 
 
+def gaps(found: dict) -> list[str]:
+    """What `gap` measured, in words."""
+    return [f"{what} {value:.2g}" for what, value in found.items() if what not in ("bar", "met", "why")]
+
+
 def verdict(found: dict) -> str:
     """
     >>> verdict({"probability": 1.2e-6, "bar": 1e-5, "met": True, "why": ""})
     'rollout and trainer: probability 1.2e-06 apart at most, within 1e-05: the same model'
     """
-    gaps = {what: value for what, value in found.items() if what not in ("bar", "met", "why")}
-    apart = ", ".join(f"{what} {value:.2g}" for what, value in gaps.items()) or "nothing"
+    apart = ", ".join(gaps(found)) or "nothing"
     end = {
         True: f"within {found['bar']}: the same model",
         False: f"MORE than {found['bar']}: not the same model",
@@ -285,7 +289,6 @@ def markdown(reports: list[dict]) -> str:
     rows += ["| --- | --- | --- | --- | --- | --- |"]
     for report in reports:
         found = report["gap"]
-        gaps = [f"{what} {found[what]:.2g}" for what in found if what not in ("bar", "met", "why")]
         judged = {True: "within the bar", False: "**MISSED**", None: "not compared"}[found["met"]]
         did = [f"`{name}` {times:,}" for name, times in report["features"].items() if times]
         replays = sum(report["counts"].get("decode graphs replayed", {}).values())
@@ -294,7 +297,7 @@ def markdown(reports: list[dict]) -> str:
             report["layout"],
             str(report["seconds"] or "-"),
             f"{replays:,}",
-            f"{'; '.join(gaps)}: {judged}",
+            f"{'; '.join(gaps(found))}: {judged}",
             ", ".join(did),
         )
         rows.append(f"| {' | '.join(cells)} |")
