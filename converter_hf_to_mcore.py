@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ascend_rl.settings.switch import CannotWork, switched_on
+from ascend_rl.settings.switch import CannotWork, ending, switched_on
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     from ascend_rl.weights import converter  # after the ranks that do nothing left
 
-    try:
+    with ending() as status:
         options = converter.Options(
             layout=args.layout,
             ep_size=args.ep_size or 0,
@@ -131,13 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             written = converter.to_mcore(args.hf_model_path, args.output_path, options)
             print(f"complete: {written} ({options.layout} layout)")
-    except CannotWork as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on", file=sys.stderr)
-        return 130
-    return 0
+    return status.code
 
 
 if __name__ == "__main__":

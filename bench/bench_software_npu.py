@@ -163,7 +163,7 @@ def main() -> int:
         return 0
     import bars
 
-    from ascend_rl.launch.launch_plan import free_port
+    from ascend_rl.settings.ports import free_port
     from software_npu import build
 
     build.build()

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+
+from ascend_rl.settings.ports import free_port
 
 SLOW = 2.0  # times the median
 DEADLINE_S = 600.0  # for HCCL to connect all dies; links of many nodes take minutes
@@ -102,9 +103,7 @@ class Die:
         import ray
 
         address = ray.util.get_node_ip_address()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.create_server((address, 0), family=family) as probe:
-            return address, probe.getsockname()[1]
+        return address, free_port(address)
 
     def index(self) -> int:
         """The die's number on its node, as Ray counts."""

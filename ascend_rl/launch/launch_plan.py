@@ -12,12 +12,10 @@ A single node (NNODES=1, the default) needs none of this and stays on 127.0.0.1.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import ipaddress
 import json
 import os
-import random
 import secrets
 import shlex
 import socket
@@ -26,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, switched_on
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -363,20 +362,6 @@ def read_token(environ: Mapping[str, str], file: str, needed: bool = True) -> st
             f"make one with: {NEW_TOKEN}"
         )
     return token
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 for a server to be started, below those the system gives to connections.
-
-    One that the system chose (bound to port 0) may be given to any connection before its server listens.
-    """
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports = list(range(max(first - 10_000, 1024), first))
-    random.SystemRandom().shuffle(ports)
-    for port in ports:
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise CannotWork("no TCP port of 127.0.0.1 is free")
 
 
 def make_plan(

@@ -28,7 +28,6 @@ import json
 import math
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -40,7 +39,8 @@ from pathlib import Path
 
 from ascend_rl.recipe.data import BOXED, DATASETS, HASHES, Problem, asked, fetch, from_verl, read_rows
 from ascend_rl.recipe.math_reward import _number, _plain, compute_score, extract_answer
-from ascend_rl.settings.switch import CannotWork
+from ascend_rl.settings.ports import free_port
+from ascend_rl.settings.switch import CannotWork, ending
 
 START_DEADLINE_S = 3600.0  # a large model from slow storage
 TRIES = 3  # of a request; a server that is gone ends the evaluation
@@ -225,12 +225,6 @@ class Finished:
 
 
 # The server.
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -446,7 +440,7 @@ def main(argv: list[str] | None = None) -> int:
         args.temperature, args.top_p, args.top_k, args.max_tokens, args.seed, not args.no_thinking
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped
-    try:
+    with ending() as status:
         sets = dict(load(data, args.source) for data in args.data)
         sets = {name: problems[: args.limit] for name, problems in sets.items()}
         settings = {"model": identity(args.model), "sampling": vars(sampling), "server": args.serve}
@@ -466,13 +460,7 @@ def main(argv: list[str] | None = None) -> int:
                 for name, problems in sets.items():
                     collect(url, name, problems, args.n, sampling, files[name], args.concurrency)
         results = {name: summarise(files[name].samples, problems, args.n) for name, problems in sets.items()}
-    except CannotWork as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on", file=sys.stderr)
-        return 130
-    (out / "report.json").write_text(json.dumps(settings | {"results": results}, indent=2) + "\n")
-    table(results)
-    print(f"{out / 'report.json'}")
-    return 0
+        (out / "report.json").write_text(json.dumps(settings | {"results": results}, indent=2) + "\n")
+        table(results)
+        print(f"{out / 'report.json'}")
+    return status.code

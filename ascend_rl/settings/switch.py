@@ -6,8 +6,11 @@ else; a refusal names every reason at once, each with what to change.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
 
 ON, OFF = ("1", "true"), ("", "0", "false")
 
@@ -53,3 +56,23 @@ def refuse(what: str, reasons: Iterable[str]) -> None:
     """
     if lines := "".join(f"\n  {reason}" for reason in reasons):
         raise CannotWork(f"{what} cannot work here:{lines}")
+
+
+@contextlib.contextmanager
+def ending() -> Iterator[SimpleNamespace]:
+    """The end of a command that can go on where it was stopped; yields what has its exit status as ``code``.
+
+    >>> with ending() as status:
+    ...     raise KeyboardInterrupt
+    >>> status.code
+    130
+    """
+    status = SimpleNamespace(code=0)
+    try:
+        yield status
+    except CannotWork as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        status.code = 1
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on", file=sys.stderr)
+        status.code = 130

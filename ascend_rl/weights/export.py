@@ -17,11 +17,10 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import sys
 from pathlib import Path
 
 from ascend_rl.settings.model import Model
-from ascend_rl.settings.switch import CannotWork
+from ascend_rl.settings.switch import CannotWork, ending
 from ascend_rl.weights import converter
 from ascend_rl.weights.checkpoints import complete, newest, step_of
 from ascend_rl.weights.fsdp import FsdpShards
@@ -153,14 +152,8 @@ until it is complete: OUT.partial and OUT.partial.journal.""",
         shard_bytes=int(args.shard_gb * 1e9),
         quiet=args.quiet,
     )
-    try:
+    with ending() as status:
         actor = find(args.checkpoint, args.step)
         print(f"exporting {actor}", flush=True)
         print(export(actor, args.out, options, args.hf))
-    except CannotWork as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on", file=sys.stderr)
-        return 130
-    return 0
+    return status.code

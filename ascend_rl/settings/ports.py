@@ -1,0 +1,28 @@
+"""A port for a server that is to be started, by whoever starts one."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from pathlib import Path
+
+from ascend_rl.settings.switch import CannotWork
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port of ``address`` for a server to be started, below those the system gives to connections.
+
+    One that the system chose (bound to port 0) may be given to any connection before its server listens.
+
+    Raises:
+        CannotWork: none is free.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    ports = list(range(max(first - 10_000, 1024), first))
+    random.SystemRandom().shuffle(ports)
+    for port in ports:
+        with contextlib.suppress(OSError), socket.create_server((address, port), family=family):
+            return port
+    raise CannotWork(f"no TCP port of {address} is free")
