@@ -194,6 +194,17 @@ def test_hierarchical_is_no_worse_than_its_fullest_node():
     assert copied(placement, moved).sum() < 0.2 * placement.size
 
 
+def test_nodes_that_do_not_limit_a_layer_stay_as_they_are():
+    """Of two nodes the fuller one is balanced; the other is uneven, but no rank of it limits the layer."""
+    load = np.array([[90.0, 60, 5, 5, 9, 8, 1, 1]])
+    current = np.array([[[0, 1], [2, 3], [4, 5], [6, 7]]])
+    moved = balance(load, 4, 2, nodes=2, current=current)
+    assert np.array_equal(moved[0, 2:], current[0, 2:])
+    assert sorted(rank_loads(load, moved)[0]) == [2, 17, 65, 95]
+    # Nor does the fuller one move while it is within the tolerance.
+    assert np.array_equal(balance(load, 4, 2, nodes=2, current=current, tolerance=0.8), current)
+
+
 def optimum_reordered(load: np.ndarray, ranks: int) -> float:
     """Least peak of pairs: two items a rank, each once."""
     ordered = np.sort(load)
@@ -452,29 +463,99 @@ def test_counts_make_the_largest_copy_smallest():
         assert (w / counts).max() == pytest.approx((w / every).max(1).min())
 
 
+def deal_plainly(w: np.ndarray, counts: np.ndarray, ranks: int, slots: int) -> tuple[list[list[int]], int]:
+    """The experts of each rank, by longest processing time first, and how often a full rank gave one away."""
+    held, given = [[] for _ in range(ranks)], 0
+
+    def load(r: int) -> float:
+        return sum(w[f] / counts[f] for f in held[r])
+
+    for e in sorted(range(len(w)), key=lambda e: -w[e] / counts[e]):
+        for _ in range(counts[e]):
+            room = [r for r in range(ranks) if len(held[r]) < slots]
+            free = [r for r in room if e not in held[r]]
+            if free:
+                held[min(free, key=load)].append(e)
+            else:  # the first rank without e makes room: its first expert that the last open rank has not
+                giver, taker = next(r for r in range(ranks) if e not in held[r]), room[-1]
+                i = next(i for i, f in enumerate(held[giver]) if f not in held[taker])
+                held[taker].append(held[giver][i])
+                held[giver][i] = e
+                given += 1
+    return held, given
+
+
 def test_dealing_follows_longest_processing_time_first():
-    """Against a plain version, where no copy is left with ranks that have its expert; else only valid."""
-    plain = 0
-    for _, w, place, _ in some_layers(120, 5):
-        ranks, slots = place.shape
-        counts = np.bincount(place.ravel(), minlength=len(w))
-        dealt = np.full_like(place, -1)
+    given = Counter()
+    layers = [(w, np.bincount(place.ravel()), *place.shape) for _, w, place, _ in some_layers(60, 5)]
+    random = np.random.default_rng(5)
+    for ranks, slots, experts in [(6, 5, 12)] * 60:  # here full ranks give experts away, and dealing goes on
+        counts = np.ones(experts, np.int64)
+        while counts.sum() < ranks * slots:
+            counts[random.choice(np.flatnonzero(counts < ranks))] += 1
+        layers.append((random.pareto(0.5, experts) + 0.01, counts, ranks, slots))
+    for w, counts, ranks, slots in layers:
+        dealt = np.full((ranks, slots), -1)
         eplb._deal_longest(w, counts, dealt)
         check(w[None], dealt[None], ranks, slots)
-        assert np.array_equal(np.bincount(dealt.ravel(), minlength=len(w)), counts)
-        held = [[] for _ in range(ranks)]
-        for e in sorted(range(len(w)), key=lambda e: -w[e] / counts[e]):
-            for _ in range(counts[e]):
-                room = [r for r in range(ranks) if len(held[r]) < slots and e not in held[r]]
-                if room:
-                    held[min(room, key=lambda r: sum(w[f] / counts[f] for f in held[r]))].append(e)
-        if sum(map(len, held)) == ranks * slots:
-            plain += 1
-            np.testing.assert_allclose(
-                np.sort(rank_loads(w[None], dealt[None])[0]),
-                np.sort([sum(w[e] / counts[e] for e in row) for row in held]), atol=1e-9,
-            )  # fmt: skip
-    assert 0 < plain < 120
+        held, times = deal_plainly(w, counts, ranks, slots)
+        assert dealt.tolist() == held
+        given[times] += 1
+    assert min(given[times] for times in range(4)) > 0
+
+
+def first_stage(w: np.ndarray, ranks: int, slots: int, target: float) -> tuple[float, np.ndarray]:
+    """Dealt, then improved by single steps: the peak, and the placement."""
+    counts, place = np.empty(len(w), np.int64), np.empty((ranks, slots), np.int64)
+    eplb._min_max_counts(w, ranks, slots, counts)
+    eplb._deal_longest(w, counts, place)
+    at_home = np.ones((ranks, len(w)), np.int64)
+    return eplb._improve(w, place, target, 10_000, at_home, eplb.UNLIMITED), place
+
+
+def solved(w: np.ndarray, target: float, ranks: int, slots: int, above: float, work: int, layers: int = 1):
+    """[layers] peaks of `_solve_layers` for the same layer, ``layers`` times."""
+    placement = np.empty((layers, ranks, slots), np.int64)
+    load = np.tile(w, (layers, 1))
+    eplb._solve_layers(load, np.full(layers, target), above, work, placement)
+    return rank_loads(load, placement).max(1)
+
+
+def test_only_layers_far_from_the_bound_are_searched():
+    """`balance` leaves a layer alone that ends within SEARCH_ABOVE, though a search would do better."""
+    near = far = 0
+    for seed in range(150):
+        w = np.random.default_rng(seed).pareto(1.2, 28) * 100 + 1
+        w *= 8 / w.sum()
+        target = float(lower_bound(w[None], 8, 4)[0]) * (1 + eplb.TOLERANCE)
+        peak, place = first_stage(w, 8, 4, target)
+        if solved(w, target, 8, 4, 1.0, eplb.DEALT_COPIES)[0] >= peak * (1 - 1e-6):
+            continue
+        found = balance(w[None], 8, 4)
+        if peak / target * (1 + eplb.TOLERANCE) <= 1 + eplb.SEARCH_ABOVE:
+            near += 1
+            assert np.array_equal(found[0], place)
+        else:
+            far += 1
+            assert rank_loads(w[None], found).max() < peak
+    assert near > 0 and far > 0
+
+
+def test_searches_end_with_the_work_they_may_do():
+    """With work for one search a layer, each layer gets one, however far it is from the bound."""
+    fewer = 0
+    for seed in range(20):
+        w = np.random.default_rng(seed).pareto(1.2, 16) * 100 + 1
+        target = float(lower_bound(w[None], 8, 3)[0])
+        peak, place = first_stage(w, 8, 3, target)
+        counts, once = np.bincount(place.ravel(), minlength=16), place.copy()
+        eplb._search_counts(w, counts, 8, 3, target, peak, 0)
+        eplb._deal_longest(w, counts, once)
+        at_home = np.ones((8, 16), np.int64)
+        reached = eplb._improve(w, once, target, 10_000, at_home, eplb.UNLIMITED)
+        assert solved(w, target, 8, 3, 1.0, 0, layers=2) == pytest.approx([min(reached, peak)] * 2)
+        fewer += solved(w, target, 8, 3, 1.0, eplb.DEALT_COPIES)[0] < min(reached, peak) * (1 - 1e-6)
+    assert fewer > 0
 
 
 def excess_in_rounds(w: np.ndarray, counts: np.ndarray, ranks: int, target: float) -> float:
