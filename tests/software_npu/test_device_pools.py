@@ -91,3 +91,31 @@ def test_freed_tensors_leave_the_pool_asleep_or_awake_and_the_cap_holds():
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 20.00 MiB"):
             torch.empty(20 * MiB, dtype=torch.uint8, device="npu")
     assert torch.npu.memory_allocated() == 0
+
+
+@on_npu(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")
+def test_expandable_segments_end_the_pool_before_anything_is_allocated():
+    """So a rollout that may sleep does not start with them: vllm-ascend asserts it."""
+    assert torch.npu.memory.allocator_options() == {"expandable_segments": "True"}
+    with pytest.raises(AssertionError, match="Expandable segments are not compatible with memory pool"):
+        allocator()
+    assert torch.npu.memory_allocated() == 0
+
+
+def sleeps_and_wakes():
+    pools = allocator()
+    weights, cache = fill(pools)
+    pools.sleep(offload_tags=("weights",))
+    pools.wake_up()
+    assert torch.equal(weights.cpu(), torch.arange(MiB, dtype=torch.float32)) and cache.isnan().all()
+
+
+@on_npu(PYTORCH_NPU_ALLOC_CONF="garbage_collection_threshold:0.6,max_split_size_mb:24")
+def test_what_the_recipes_set_lets_the_pool_sleep():
+    sleeps_and_wakes()
+
+
+@on_npu(PYTORCH_NPU_ALLOC_CONF="")
+def test_an_empty_variable_lets_the_pool_sleep():
+    """Training then switches expandable segments on in its own processes (hot_swap_expandable_segments)."""
+    sleeps_and_wakes()
