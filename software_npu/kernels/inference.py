@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from . import communication, training
+from . import communication, limits, training
 from .training import counted
 
 KERNELS = {"npu": {}, "atb": {}, "_C_ascend": {}}  # namespace -> operator -> kernel
@@ -130,11 +130,12 @@ def npu_fused_infer_attention_score(
 ):
     """Layout TND. As the device demands, the cumulative query lengths end at the number of rows; lengths of
     keys are cumulative too unless a block table says where they are."""
-    assert input_layout == "TND" and sparse_mode in (0, 3) and query.shape[1] == num_heads
-    ends, lengths = list(actual_seq_lengths), list(actual_seq_lengths_kv)
-    assert ends[-1] == len(query), f"query lengths end at {ends[-1]}, rows {len(query)}"
-    assert len(ends) == len(lengths), f"{len(ends)} query lengths, {len(lengths)} lengths of keys"
-    assert sparse_mode == 0 or atten_mask is not None
+    ends, lengths = ([int(x) for x in given or ()] for given in (actual_seq_lengths, actual_seq_lengths_kv))
+    limits.fused_infer_attention(
+        "aclnnFusedInferAttentionScoreV3", query, key, value, atten_mask, ends, lengths, block_table,
+        num_heads, num_key_value_heads, input_layout, sparse_mode, block_size,
+    )  # fmt: skip
+    groups = num_key_value_heads or num_heads
     output = torch.zeros_like(query)
     begin = begin_kv = 0
     for row, (end, length) in enumerate(zip(ends, lengths, strict=True)):
@@ -143,7 +144,7 @@ def npu_fused_infer_attention_score(
             begin_kv = length
         else:
             blocks = block_table[row]
-            keys, values = (pages(cache, blocks, length, num_key_value_heads) for cache in (key, value))
+            keys, values = (pages(cache, blocks, length, groups) for cache in (key, value))
         if end > begin and len(keys):
             output[begin:end] = attention(query[begin:end], keys, values, scale, causal=sparse_mode == 3)
         begin = end
@@ -180,9 +181,13 @@ def _npu_paged_attention(
     query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, out,
     workspace=None,
 ):  # fmt: skip
-    for row, length in enumerate(context_lens.tolist()[: len(query)]):
+    lengths, groups = context_lens.tolist(), num_kv_heads or num_heads
+    limits.paged_attention(
+        "PagedAttentionOperation", query, key_cache, value_cache, groups, num_heads, block_table, lengths
+    )
+    for row, length in enumerate(lengths[: len(query)]):
         blocks = block_table[row]
-        keys, values = (pages(cache, blocks, length, num_kv_heads) for cache in (key_cache, value_cache))
+        keys, values = (pages(cache, blocks, length, groups) for cache in (key_cache, value_cache))
         one = attention(query[row : row + 1], keys, values, scale_value, causal=False)
         out[row : row + 1] = one.view_as(out[row : row + 1])
 

@@ -9,6 +9,9 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import cross_entropy, silu
 
+from . import limits
+from .limits import NAMES, check, check_dtype
+
 __all__ = [
     "npu_cross_entropy_loss",
     "npu_fusion_attention",
@@ -37,28 +40,6 @@ def counted(kernel):
     return call
 
 
-NAMES = {
-    torch.float16: "DT_FLOAT16", torch.bfloat16: "DT_BFLOAT16", torch.float32: "DT_FLOAT",
-    torch.float64: "DT_DOUBLE", torch.int8: "DT_INT8", torch.int32: "DT_INT32", torch.int64: "DT_INT64",
-}  # fmt: skip
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def check(operator: str, right: bool, reason: str) -> None:
-    """Refuse a call as the device's library does, by the name of its function and a reason.
-
-    Raises:
-        RuntimeError: the call is not ``right``.
-    """
-    if not right:
-        raise RuntimeError(f"call {operator} failed, detail:EZ1001: {reason}")
-
-
-def check_dtype(operator: str, name: str, tensor: torch.Tensor) -> None:
-    said = f"Tensor {name} not implemented for {NAMES.get(tensor.dtype, tensor.dtype)}, should be in dtype"
-    check(operator, tensor.dtype in FLOATS, f"{said} support list [{','.join(NAMES[x] for x in FLOATS)}]")
-
-
 def wide(x: torch.Tensor) -> torch.Tensor:
     """What the device computes in: float32 where the numbers are shorter."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -67,16 +48,16 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 def hidden_keys(mask, sparse_mode: int, queries: int, keys: int) -> torch.Tensor | None:
     """Which keys each query does not see, [queries, keys] or as the mask is; None: it sees all.
 
-    Mode 0 takes the mask as it is; 2 is causal from the left, 3 from the right end of the keys, and both want
-    a mask of [2048, 2048], of which they use the shape only.
+    Modes 0 and 1 take the mask as it is; 2 is causal from the left, 3 from the right end of the keys, and
+    both want a mask of [2048, 2048], of which they use the shape only. Without a mask no mode hides anything.
     """
+    if mask is None:
+        return None
     if sparse_mode in (2, 3):
-        assert mask is not None, f"sparse mode {sparse_mode} needs a mask"
         return torch.ones(queries, keys, dtype=torch.bool).triu(
             1 + (keys - queries if sparse_mode == 3 else 0)
         )
-    assert sparse_mode in (0, 1), f"sparse mode {sparse_mode} is not here"
-    return None if mask is None else mask.bool()
+    return mask[..., :queries, :keys].bool()
 
 
 def one_attention(q, k, v, scale, hidden):
@@ -128,15 +109,19 @@ def npu_fusion_attention(
         The output; the maximum and the sum of its softmax, [batch, heads, queries, 8] (TND: [tokens, heads,
         8]); nothing of the rest.
     """
-    assert pse is None and padding_mask is None and keep_prob == 1.0 and sink is None and not prefix
+    operator = "aclnnFlashAttentionVarLenScore" if input_layout == "TND" else "aclnnFlashAttentionScore"
+    limits.fusion_attention(
+        operator, query, key, value, head_num, input_layout, atten_mask, sparse_mode, actual_seq_qlen,
+        actual_seq_kvlen, keep_prob, padding_mask, softmax_layout,
+    )  # fmt: skip
+    limits.here(operator, pse is None and sink is None and not prefix, "pse, sink or prefix")
     if input_layout != "TND":
         return _with_batch(query, key, value, head_num, input_layout, atten_mask, scale, sparse_mode)
-    assert query.shape[1] == head_num and actual_seq_qlen[-1] == len(query), (
-        f"{query.shape[1]} heads for {head_num}, or lengths end at {actual_seq_qlen[-1]} of {len(query)} rows"
-    )
     outputs, maxima, sums = [], [], []
     ends = zip(pairwise(_from_zero(actual_seq_qlen)), pairwise(_from_zero(actual_seq_kvlen)), strict=True)
     for (begin, end), (begin_kv, end_kv) in ends:
+        if begin == end:
+            continue
         own = [x.transpose(0, 1) for x in (query[begin:end], key[begin_kv:end_kv], value[begin_kv:end_kv])]
         hidden = hidden_keys(atten_mask, sparse_mode, end - begin, end_kv - begin_kv)
         for parts, x in zip((outputs, maxima, sums), one_attention(*own, scale, hidden), strict=True):
@@ -195,7 +180,12 @@ def npu_fusion_attention_grad(
     Those may include keys of other ranks: maximum and sum are of the whole softmax, as `npu_fusion_attention`
     returns them.
     """
-    assert input_layout == "TND" and keep_prob == 1.0
+    operator = "aclnnFlashAttentionUnpaddingScoreGrad"
+    limits.here(operator, input_layout == "TND", f"input_layout {input_layout}")
+    limits.fusion_attention(
+        operator, query, key, value, head_num, input_layout, atten_mask, sparse_mode, actual_seq_qlen,
+        actual_seq_kvlen, keep_prob,
+    )  # fmt: skip
     groups, grads, dtype = head_num // key.shape[1], ([], [], []), query.dtype
     query, key, value, dy, attention_in = map(wide, (query, key, value, dy, attention_in))
     ends = zip(pairwise(_from_zero(actual_seq_qlen)), pairwise(_from_zero(actual_seq_kvlen)), strict=True)
