@@ -156,6 +156,16 @@ def parse_fields(text: str) -> list[dict[str, str]]:
     return blocks
 
 
+def first_npu(env: Mapping[str, str] | None = None) -> int:
+    """The number of the first NPU that is here; a container may have been given others than 0 and 1.
+
+    Raises:
+        ToolError: npu-smi is absent or fails, or shows no die.
+    """
+    dies, _ = parse_npu_smi(run(["npu-smi", "info"], env))
+    return dies[0].npu
+
+
 def chip_name(env: Mapping[str, str] | None = None, npu: int | None = None) -> str:
     """The chip of an NPU, as CANN and vllm-ascend's SOC_VERSION name it: ascend910_9391, ascend910b3.
 
@@ -166,8 +176,7 @@ def chip_name(env: Mapping[str, str] | None = None, npu: int | None = None) -> s
         ToolError: npu-smi is absent or fails, or names no chip.
     """
     if npu is None:
-        dies, _ = parse_npu_smi(run(["npu-smi", "info"], env))
-        npu = dies[0].npu
+        npu = first_npu(env)
     blocks = parse_fields(run(["npu-smi", "info", "-t", "board", "-i", str(npu), "-c", "0"], env))
     fields = {key: value for block in blocks for key, value in block.items()}  # of one chip, in any order
     kind, chip, name = (fields.get(key, "") for key in ("Chip Type", "Chip Name", "NPU Name"))

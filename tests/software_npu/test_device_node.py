@@ -190,16 +190,3 @@ def test_products_that_communicate_equal_a_product_and_a_collective(rank):
         torch_npu.npu_mm_all_reduce_base(x1, x2, "none")
     with pytest.raises(RuntimeError, match="offset"):
         torch_npu.npu_prefetch(x1, None, 10, offset=10**6)
-
-
-def test_verl_cannot_start_where_there_is_no_npu_1():
-    """It asks the second NPU for the driver's version, whichever NPUs there are: a defect of verl 0.7.1."""
-    asks = """
-from verl.utils.device import is_support_ipc
-try:
-    print(is_support_ipc())
-except RuntimeError as error:
-    print(error)
-"""
-    assert "Failed to execute npu-smi command" in run(asks, **node(CHIPS["A3"], 2))
-    assert run(asks, **node(CHIPS["A3"], 4)).split()[-1] == "True"
