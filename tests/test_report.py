@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -129,7 +130,7 @@ def test_metrics_that_cannot_be_read(tmp_path, content, message):
 
 def test_figures(run):
     found = figures(run, wall_s=123.0)
-    phases = found.pop("median_phase_s")
+    phases, detail, prediction = (found.pop(k) for k in ("median_phase_s", "median_detail", "predicted_s"))
     assert found == pytest.approx(
         {
             "steps": 6,
@@ -145,7 +146,118 @@ def test_figures(run):
             "wall_s": 123.0,
         }
     )
+    assert detail == prediction == {}
     assert phases == pytest.approx({"rollout": 0.9, "update": 0.3, "other": 0.5})
+
+
+ENGINES = {
+    "rollout/kv_cache_usage/max": (0.1, 0.5, 0.9, 0.93, 0.95, 0.97),
+    "rollout/num_preempted": (900, 0, 1, 2, 3, 40),
+    "rollout/spec_acceptance": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
+    "rollout/graph_share": (0.0, 0.9, 0.9, 0.95, 0.97, 0.99),
+    "rollout/requests/0/max": (5, 6, 7, 8, 9, 10),
+    "rollout/requests/1/max": (4, 4, 4, 4, 4, 4),
+    "perf/mfu/actor": (0.2, 0.31, 0.32, 0.33, 0.34, 0.35),
+    "perf/mfu/rollout": (0.01, 0.02, 0.03, 0.04, 0.05, 0.06),
+}
+
+
+def with_engines() -> list[dict]:
+    rows = records()
+    for step, row in enumerate(rows[1:]):
+        row["data"] |= {key: values[step] for key, values in ENGINES.items()}
+    return rows
+
+
+def test_what_engines_say_is_in_the_table_and_in_pictures(tmp_path):
+    """And says nothing where they do not."""
+    run, plain = write(tmp_path / "a", with_engines()), write(tmp_path / "b", records())
+    table = dict(report.lines(figures(run)))
+    assert {name: table.get(name) for name in (
+        "KV cache use, highest of a step", "preemptions a step", "drafted tokens that were accepted",
+        "engine steps that replay a graph", "MFU of the update", "MFU of old log-probs", "MFU of the rollout",
+    )} == {
+        "KV cache use, highest of a step": "93%", "preemptions a step": "2",
+        "drafted tokens that were accepted": "40%", "engine steps that replay a graph": "95%",
+        "MFU of the update": "33.0%", "MFU of old log-probs": None, "MFU of the rollout": "4.0%",
+    }  # fmt: skip
+    assert set(table) > set(dict(report.lines(figures(plain))))
+    result = command(run, plain, "--html")
+    assert (result.returncode, result.stderr) == (0, "")
+    page = Page((run / "report.html").read_text())
+    assert len(page.images) == 3 and page.images[2].shape[0] > 900  # six panels
+    assert any("2 times in a step a request is preempted" in text for text in page.texts)
+
+
+def test_drawn_are_the_ranges_of_requests_and_only_what_is_there(tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    rows = report.read_metrics(write(tmp_path, with_engines()) / "metrics.jsonl")
+    for row in rows:
+        row.pop("rollout/graph_share", None)
+    monkeypatch.setattr(plt, "close", lambda figure: None)  # to look at what was drawn
+    report.plot([("a", rows)], tmp_path / "report.png", report.of_engines(rows))
+    usage, preempted, requests, mfu, drafts, nothing = plt.gcf().axes
+    monkeypatch.undo()
+    assert usage.lines[0].get_ydata().tolist() == list(ENGINES["rollout/kv_cache_usage/max"])
+    assert preempted.lines[0].get_ydata().tolist() == list(ENGINES["rollout/num_preempted"])
+    assert requests.lines[0].get_ydata().tolist() == list(ENGINES["rollout/requests/0/max"])
+    assert requests.collections[0].get_datalim(requests.transData).y0 == 4
+    assert [text.get_text() for text in mfu.get_legend().get_texts()] == ["the update", "the rollout"]
+    assert drafts.lines and not nothing.get_visible()
+    plt.close("all")
+    assert report.of_engines(report.read_metrics(write(tmp_path, records()) / "metrics.jsonl")) == []
+
+
+RECIPE = "internal/train_grpo_qwen3_235b_128die_true_weight.sh"
+
+
+@pytest.fixture
+def big(tmp_path, root, monkeypatch) -> Path:
+    """A run of a recipe for NPUs, as the launcher and Hydra describe it."""
+    from ascend_rl.preflight import dry_run, verl_config
+
+    monkeypatch.chdir(root)
+    run = write(tmp_path / "big", records())
+    for row in (rows := records())[1:]:
+        row["data"]["response_length/mean"] = 7345.0
+    write(run, rows)
+    started = {
+        "script": RECIPE,
+        "env_script": "internal/qwen3_235b_env.sh",
+        "overrides": ["trainer.nnodes=8"],
+    }
+    (run / "run.json").write_text(json.dumps(started))
+    environ = os.environ | {"OUTPUT_DIR": str(run)}
+    dry = dry_run.dry_run(Path(RECIPE), Path(started["env_script"]), started["overrides"], environ)
+    words = [word for word in verl_config.split_arguments(dry.args)[1] if not word.startswith("hydra.")]
+    (run / "hydra/.hydra").mkdir(parents=True)
+    (run / "hydra/.hydra/overrides.yaml").write_text(json.dumps(words))
+    return run
+
+
+def test_what_was_predicted_stands_next_to_what_was_measured(big, monkeypatch):
+    rows = report.read_metrics(big / "metrics.jsonl")
+    found = report.predicted(big, rows)
+    assert found["step"] == pytest.approx(sum(value for name, value in found.items() if name != "step"))
+    assert set(found) == {"step", "rollout", "reference log-prob", "update", "weight sync and offload"}
+    table = dict(report.lines(report.summarise(rows, None, found)))
+    assert table["predicted: rollout (s)"] == f"{found['rollout']:.0f}"
+    for row in rows[1:]:
+        row["response_length/mean"] = 4000.0
+    assert report.predicted(big, rows)["update"] < 0.7 * found["update"]  # for the run's own lengths
+    monkeypatch.setenv("SMOKE", "1")  # as if the run had not been a rehearsal, but this is one
+    assert report.predicted(big, rows) == {}
+
+
+@pytest.mark.parametrize("change", ["trainer.device=cpu", "algorithm.adv_estimator=gae", "missing"])
+def test_no_prediction_for_another_run(big, change):
+    words = big / "hydra/.hydra/overrides.yaml"
+    if change == "missing":
+        words.unlink()
+    else:
+        words.write_text(json.dumps([*json.loads(words.read_text()), change]))
+    assert report.predicted(big, report.read_metrics(big / "metrics.jsonl")) == {}
 
 
 def test_figures_of_one_step(tmp_path):
@@ -360,7 +472,7 @@ HEALTHY = {
     "timing_s/gen": 85.0,
     "timing_s/agent_loop/generate_sequences/mean": 76.0,
     "timing_s/agent_loop/generate_sequences/max": 80.0,
-    "timing_s/agent_loop/num_preempted/mean": -1.0,
+    "rollout/num_preempted": 0,
     "timing_s/update_weights": 5.0,
     "timing_s/old_log_prob": 5.0,
     "response_length/clip_ratio": 0.05,
@@ -382,7 +494,7 @@ HEALTHY = {
             ["rollout.data_rebalance=True", "rollout.rollout_rebalance.enable=True"],
             [f"{IDLE}: switch on ENABLE_SAM=1 (docs/sam_decoding.md)"],
         ),
-        ({"timing_s/agent_loop/num_preempted/mean": 0.5}, [], ["a request is preempted 0.5 times"]),
+        ({"rollout/num_preempted": 12}, [], ["12 times in a step a request is preempted"]),
         ({"timing_s/update_weights": 20.0}, [], ["weight sync is 20% of a step"]),
         ({"timing_s/old_log_prob": 20.0}, [], ["old log-probs are 20% of a step"]),
         ({"timing_s/old_log_prob": 20.0}, ["actor.recompute_old_log_prob=False"], []),

@@ -88,10 +88,11 @@ def test_waiting_is_without_a_token_and_a_cancelled_request_is_gone():
 
 
 def test_servers_add_up():
-    one = {"done": 1, "running": 2, "waiting": 0, "tokens": 50, "longest": 20}
-    other = {"done": 3, "running": 0, "waiting": 4, "tokens": 7, "longest": 9}
+    one = {"done": 1, "running": 2, "waiting": 0, "tokens": 50, "longest": 20, "kv": 0.5, "preempted": 2}
+    other = {"done": 3, "running": 0, "waiting": 4, "tokens": 7, "longest": 9, "kv": 0.25, "preempted": 1}
     assert rollout_progress.total([one, other]) == {
-        "done": 4, "running": 2, "waiting": 4, "tokens": 57, "longest": 20}  # fmt: skip
+        "done": 4, "running": 2, "waiting": 4, "tokens": 57, "longest": 20, "kv": 0.5, "preempted": 3,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("configured", "variable", "shown"), [
@@ -124,7 +125,7 @@ class Server:
     async def rollout_progress(self, reset=False):
         if reset:
             self.requests.reset()
-        return self.requests.counts()
+        return self.requests.counts() | {"kv": 0.25, "preempted": 1}
     async def generate(self, tokens):
         async def outputs():
             for length in range(1, tokens + 1):
@@ -173,7 +174,9 @@ def test_a_user_at_a_terminal_sees_it_move(tmp_path):
     text = shown.decode()
     assert "rollout over" in text
     states = re.findall(
-        r"rollout 7: (\d+) tokens/s, (\d) running, 0 waiting, longest (\d+):.*?(\d+(?:\.\d+)?)/2", text
+        r"rollout 7: (\d+) tokens/s, (\d) running, 0 waiting, longest (\d+), KV 25%, 2 preempted:.*?"
+        r"(\d+(?:\.\d+)?)/2",
+        text,
     )
     assert ("1", "1") in {(running, done[0]) for _, running, _, done in states}, text  # one done, one running
     longest = [int(state[2]) for state in states]

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ascend_rl.launch.first_step import LOG_PROBS, PROBABILITIES
+from ascend_rl.rollout.engine_stats import PREEMPTED, USAGE
 
 REWARD, UNFILTERED = "critic/rewards/mean", "dapo/reward_before_filter/mean"
 LATEST = 5  # steps whose median predicts the next one
@@ -58,13 +59,16 @@ class Metrics:
         return statistics.median(times) if times else None
 
     def figures(self) -> list[str]:
-        """Reward, response length, probability gap and speed of the newest step, where it has them."""
+        """Reward, response length, probability gap, speed, KV cache of the newest step, where it has them."""
         row = self.steps[-1] if self.steps else {}
+        usage, preempted = row.get(USAGE, 0), row.get(PREEMPTED, 0)
         shown = (
             ("reward {:.2f}", row.get(UNFILTERED, row.get(REWARD))),
             ("length {:.0f}", row.get("response_length/mean")),
             ("gap {:.0e}", row.get(PROBABILITIES, row.get(LOG_PROBS))),
             ("{:.0f} tok/s/die", row.get("perf/throughput")),
+            ("KV {:.0%}", usage if usage > 0 else None),
+            ("{:.0f} preempted", preempted if preempted > 0 else None),
         )
         return [text.format(value) for text, value in shown if value is not None and math.isfinite(value)]
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from ascend_rl.hdp import hdp
 from ascend_rl.planning import rollout_time, training_time
@@ -241,6 +242,46 @@ def gains(step: Step, median: float = MEDIAN) -> list[tuple[str, float]]:
     changed = [(name, change(step)) for name, could, change in SWITCHES if could(step)]
     saved = [(name, before - predict(one, median).seconds) for name, one in changed]
     return sorted(saved, key=lambda pair: -pair[1])
+
+
+def median_for(step: Step, mean: float) -> float:
+    """The median of responses of ``mean`` tokens, by bisection; ``longest`` cuts off what would be longer."""
+    low, high = 1.0, 8.0 * step.longest
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if step.lengths(0, middle).mean() < mean else (low, middle)
+    return low
+
+
+def given(words: Sequence[str]) -> set[str]:
+    """Overrides of a run, without paths, which depend on where it ran."""
+    return {word for word in words if "/" not in word and not word.startswith("hydra.")}
+
+
+def of_run(run: Path, mean: float) -> Prediction | None:
+    """What is predicted for a run that the launcher started, with responses of ``mean`` tokens.
+
+    Its recipe is run dry once more, in this environment. None unless that gives the overrides that the run
+    had: it was a rehearsal, or variables or the recipe have changed. None too for what is not modelled, as on
+    a CPU.
+
+    Args:
+        run: OUTPUT_DIR.
+    """
+    try:
+        started = json.loads((run / "run.json").read_text())
+        had = given(yaml.safe_load((run / "hydra/.hydra/overrides.yaml").read_text()))
+        if {"trainer.device=cpu", "+trainer.device=cpu"} & had:
+            return None
+        env = Path(started["env_script"]) if started["env_script"] else None
+        environ = os.environ | {"OUTPUT_DIR": str(run)}
+        dry = dry_run.dry_run(Path(started["script"]), env, started["overrides"], environ)
+        if given(verl_config.split_arguments(dry.args)[1]) != had:
+            return None
+        step = step_of(Setup(dry, verl_config.resolve(dry.module, dry.args), {}))
+        return predict(step, median_for(step, mean))
+    except (ValueError, OSError, ImportError, KeyError, TypeError):  # a report does without
+        return None
 
 
 def text(step: Step, found: Prediction, saved: list[tuple[str, float]]) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from ascend_rl.rollout.engine_stats import ACCEPTANCE, GRAPH_SHARE, PREEMPTED, USAGE
 from ascend_rl.settings.logs import parts
 
 FINAL_STEPS = 5
@@ -32,6 +33,16 @@ REWARD, LENGTH, CLIPPED = "critic/rewards/mean", "response_length/mean", "actor/
 LENGTH_RANGE = "response_length/min", "response_length/max"
 SPEED = "perf/throughput"  # prompt and response tokens of a step by its time and the number of dies
 PROBS_DIFF = "training/rollout_probs_diff_max"
+# Where the engines or the trainer say it (docs/watching.md): name of the figure, digits, unit.
+DETAILED = {
+    USAGE: ("KV cache use, highest of a step", 0, "%"),
+    PREEMPTED: ("preemptions a step", 0, ""),
+    ACCEPTANCE: ("drafted tokens that were accepted", 0, "%"),
+    GRAPH_SHARE: ("engine steps that replay a graph", 0, "%"),
+    "perf/mfu/actor": ("MFU of the update", 1, "%"),
+    "perf/mfu/actor_infer": ("MFU of old log-probs", 1, "%"),
+    "perf/mfu/rollout": ("MFU of the rollout", 1, "%"),
+}
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -77,6 +88,10 @@ def series(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
     return [row["step"] for row in rows if key in row], [row[key] for row in rows if key in row]
 
 
+def finite(rows: list[dict], key: str) -> list[float]:
+    return [value for value in series(rows, key)[1] if math.isfinite(value)]
+
+
 def rewards(rows: list[dict]) -> tuple[list[int], list[float]]:
     """Steps and mean rewards over all generated responses."""
     return series(rows, UNFILTERED if any(UNFILTERED in row for row in rows) else REWARD)
@@ -93,7 +108,18 @@ def validation(rows: list[dict]) -> tuple[list[int], list[float]]:
     return steps, values
 
 
-def summarise(rows: list[dict], wall_s: float | None) -> dict:
+def predicted(run: Path, rows: list[dict]) -> dict[str, float]:
+    """Seconds by phase that ascend_rl.step_time predicts for the run's response lengths; or nothing."""
+    lengths = series(rows, LENGTH)[1]
+    if not lengths or not (run / "run.json").exists():
+        return {}
+    from ascend_rl.preflight.step_time import of_run  # it takes a second, and most reports need none of it
+
+    found = of_run(run, statistics.median(lengths))
+    return {"step": found.seconds} | found.phases if found else {}
+
+
+def summarise(rows: list[dict], wall_s: float | None, prediction: dict[str, float] | None = None) -> dict:
     """The figures of report.json; times are in seconds and leave out the first step, which warms up."""
     training = [row for row in rows if REWARD in row]
     steady = training[1:] or training
@@ -129,6 +155,10 @@ def summarise(rows: list[dict], wall_s: float | None) -> dict:
         "update_tokens_per_s_die": during("update_actor"),
         "median_step_s": step_s,
         "median_phase_s": phases,
+        "median_detail": {
+            key: statistics.median(found) for key in DETAILED if (found := finite(steady, key))
+        },
+        "predicted_s": prediction or {},
         "wall_s": wall_s,
     }
 
@@ -166,7 +196,10 @@ def lines(report: dict) -> list[tuple[str, str]]:
     def show(value, digits=3):
         return "-" if value is None else f"{value:.{digits}f}"
 
-    diff = report["max_rollout_probs_diff"]
+    def detail(value, digits, unit):
+        return f"{value:.{digits}%}" if unit else f"{value:.{digits}f}"
+
+    diff, details = report["max_rollout_probs_diff"], report["median_detail"]
     return [
         ("training steps", str(report["steps"])),
         (f"reward, mean of the last {FINAL_STEPS} steps", show(report["final_reward"])),
@@ -179,6 +212,8 @@ def lines(report: dict) -> list[tuple[str, str]]:
         ("  in the time of the update", show(report["update_tokens_per_s_die"], 1)),
         ("median step (s)", show(report["median_step_s"])),
         *((f"  {name}", show(value)) for name, value in report["median_phase_s"].items()),
+        *((f"predicted: {name} (s)", show(value, 0)) for name, value in report["predicted_s"].items()),
+        *((name, detail(details[key], *how)) for key, (name, *how) in DETAILED.items() if key in details),
         ("whole run (s)", show(report["wall_s"], 0)),
     ]
 
@@ -221,6 +256,28 @@ def draw_times(axes, runs: list[tuple[str, list[dict]]]) -> None:
         axes.set(title=f"step time (s), median {typical:.2f}", ylim=(0, 3 * typical))
 
 
+def draw_requests(axes, runs: list[tuple[str, list[dict]]]) -> None:
+    """Of each engine the most requests it held at a time: the range over engines."""
+    for name, rows in runs:
+        steps, low, high = [], [], []
+        for row in rows:
+            if held := [value for key, value in row.items() if key.startswith(REQUESTS)]:
+                steps.append(row["step"])
+                low.append(min(held))
+                high.append(max(held))
+        (line,) = axes.plot(steps, high, label=name, linewidth=1.2)
+        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.25, linewidth=0)
+    axes.set(title="requests of an engine at a time: range over engines", ylim=(0, None))
+
+
+def draw_mfu(axes, runs: list[tuple[str, list[dict]]]) -> None:
+    """The phases of the first run."""
+    for key, (name, *_) in DETAILED.items():
+        if key.startswith("perf/mfu/") and any(key in row for row in runs[0][1]):
+            axes.plot(*series(runs[0][1], key), label=name.removeprefix("MFU of "), linewidth=1.2)
+    axes.set(title="MFU", ylim=(0, None))
+
+
 def curve(title: str, key: str, scale: str = "linear"):
     def draw(axes, runs: list[tuple[str, list[dict]]]) -> None:
         for name, rows in runs:
@@ -243,18 +300,37 @@ DETAILS = (
     curve("KL, old to new policy (nats a token)", "actor/ppo_kl"),
 )
 
+REQUESTS = "rollout/requests/"
+# Drawn if the first run has a metric that begins so.
+ENGINES = {
+    USAGE: curve("KV cache use, highest of a step", USAGE),
+    PREEMPTED: curve("preemptions a step", PREEMPTED),
+    REQUESTS: draw_requests,
+    "perf/mfu/": draw_mfu,
+    ACCEPTANCE: curve("drafted tokens that were accepted", ACCEPTANCE),
+    GRAPH_SHARE: curve("engine steps that replay a graph", GRAPH_SHARE),
+}
+
+
+def of_engines(rows: list[dict]) -> list:
+    """The panels of ENGINES that have something to show."""
+    keys = {key for row in rows for key in row}
+    return [draw for start, draw in ENGINES.items() if any(key.startswith(start) for key in keys)]
+
 
 def plot(runs: list[tuple[str, list[dict]]], file: Path | BinaryIO, panels: Sequence = SUMMARY) -> None:
-    """Draw an even number of panels, two in a row, into a PNG."""
+    """Draw the panels, two in a row, into a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    size = (10, 3.25 * len(panels) / 2)
-    figure, grid = plt.subplots(len(panels) // 2, 2, figsize=size, layout="constrained", squeeze=False)
-    for axes, draw in zip(grid.flat, panels, strict=True):
+    rows = -(-len(panels) // 2)
+    figure, grid = plt.subplots(rows, 2, figsize=(10, 3.25 * rows), layout="constrained", squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, draw in zip(grid.flat, panels, strict=False):
         draw(axes, runs)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -295,7 +371,7 @@ Writes report.json, report.png and, with --html, report.html into the directory 
     directories = [*args.run, *args.compare]
     run = directories[0]
     runs = [(one.resolve().name, read_metrics(one / "metrics.jsonl")) for one in directories]
-    report = summarise(runs[0][1], args.wall)
+    report = summarise(runs[0][1], args.wall, predicted(run, runs[0][1]))
     (run / "report.json").write_text(as_json(report))
     plot(runs, run / "report.png")
     print(table(report))
@@ -303,7 +379,7 @@ Writes report.json, report.png and, with --html, report.html into the directory 
     if args.html:
         from ascend_rl.recipe import report_page  # which imports this module
 
-        page = report_page.page(directories, [rows for _, rows in runs], args.wall)
+        page = report_page.page(directories, [rows for _, rows in runs], args.wall, report["predicted_s"])
         (run / "report.html").write_text(page)
         print(run / "report.html")
     if problems := shortfalls(report, args.min_reward, args.max_probs_diff):

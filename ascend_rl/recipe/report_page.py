@@ -16,13 +16,13 @@ from html import escape
 from pathlib import Path
 
 from ascend_rl.recipe import report
+from ascend_rl.rollout.engine_stats import PREEMPTED
 
 STYLE = """body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left}
 td{overflow-wrap:anywhere;white-space:pre-wrap}img{max-width:100%}
 .warning{border-left:.3em solid #d80;padding-left:.7em}
 @media(prefers-color-scheme:dark){body{background:#222;color:#ddd}img{background:#fff}}"""
-PREEMPTED = "timing_s/agent_loop/num_preempted/mean"  # -1: the server does not say
 REQUEST_MEAN, REQUEST_MAX = (f"timing_s/agent_loop/generate_sequences/{one}" for one in ("mean", "max"))
 
 
@@ -98,7 +98,7 @@ def warnings(rows: Sequence[dict], settings: Sequence[str]) -> Iterator[str]:
         )
     if (preempted := median(steps, PREEMPTED)) > 0:
         yield (
-            f"a request is preempted {preempted:.1f} times, and computed again: raise "
+            f"{preempted:.0f} times in a step a request is preempted, and computed again: raise "
             "rollout.gpu_memory_utilization or lower rollout.max_num_seqs (docs/memory_plan.md)"
         )
     if (cut := median(steps[-report.FINAL_STEPS :], "response_length/clip_ratio")) > 0.1:
@@ -130,20 +130,25 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
-def page(directories: Sequence[Path], rows: Sequence[list[dict]], wall_s: float | None) -> str:
+def page(
+    directories: Sequence[Path],
+    rows: Sequence[list[dict]],
+    wall_s: float | None,
+    prediction: dict[str, float] | None = None,
+) -> str:
     """The page of the first run, compared with the others.
 
     Args:
         directories, rows: of each run, and what read_metrics gives for it.
-        wall_s: seconds that the first run took.
+        wall_s, prediction: seconds that the first run took, and what was predicted for a step of it.
     """
     names = [directory.resolve().name for directory in directories]
     runs = list(zip(names, rows, strict=True))
-    walls = [wall_s] + [None] * (len(names) - 1)
-    columns = [dict(report.lines(report.summarise(of, wall))) for of, wall in zip(rows, walls, strict=True)]
+    walls = [(wall_s, prediction)] + [(None, None)] * (len(names) - 1)
+    columns = [dict(report.lines(report.summarise(of, *more))) for of, more in zip(rows, walls, strict=True)]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     found = list(warnings(rows[0], sum(overrides(directories[0]), [])))
-    changed = difference(directories[0])
+    changed, engines = difference(directories[0]), report.of_engines(rows[0])
     parts = [
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(names[0])}</title>',
         f"<style>{STYLE}</style></head><body><h1>{escape(names[0])}</h1>",
@@ -153,6 +158,7 @@ def page(directories: Sequence[Path], rows: Sequence[list[dict]], wall_s: float 
         grid(["", *names], [[key, *(column.get(key, "-") for column in columns)] for key in keys]),
         picture(runs, report.SUMMARY, "reward, response length, clipped share, step time"),
         picture(runs, report.DETAILS, "probability gap, throughput, entropy, KL"),
+        picture(runs, engines, "KV cache, preemptions, requests, MFU, drafts, graphs") if engines else "",
         "<h2>Difference to the recipe</h2>",
         grid(["key", "recipe", "this run"], changed) if changed else "<p>none</p>",
         "</body></html>\n",

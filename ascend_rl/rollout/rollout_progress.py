@@ -82,21 +82,26 @@ class Requests:
         }
 
 
-def total(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-    """The counts of all servers together."""
+def total(counts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The counts of all servers together; of the longest response and the fullest KV cache the largest."""
     summed = {key: sum(count[key] for count in counts) for key in counts[0]}
-    return summed | {"longest": max(count["longest"] for count in counts)}
+    return summed | {key: max(count[key] for count in counts) for key in ("longest", "kv")}
 
 
-def describe(title: str, counts: dict[str, int], tokens_per_s: float) -> str:
-    """The text before the bar.
+def describe(title: str, counts: dict[str, float], tokens_per_s: float) -> str:
+    """The text before the bar; KV cache and preemptions only if there are any.
 
-    >>> counts = {"done": 3, "running": 2, "waiting": 1, "tokens": 99, "longest": 40}
+    >>> counts = {"done": 3, "running": 2, "waiting": 1, "tokens": 99, "longest": 40, "kv": 0, "preempted": 0}
     >>> describe("rollout 7", counts, 512.3)
     'rollout 7: 512 tokens/s, 2 running, 1 waiting, longest 40'
+    >>> describe("rollout 7", counts | {"kv": 0.934, "preempted": 4}, 512.3)
+    'rollout 7: 512 tokens/s, 2 running, 1 waiting, longest 40, KV 93%, 4 preempted'
     """
     running, waiting, longest = (counts[key] for key in ("running", "waiting", "longest"))
-    return f"{title}: {tokens_per_s:.0f} tokens/s, {running} running, {waiting} waiting, longest {longest}"
+    parts = [f"{tokens_per_s:.0f} tokens/s", f"{running} running", f"{waiting} waiting", f"longest {longest}"]
+    parts += [f"KV {counts['kv']:.0%}"] * (counts["kv"] > 0)
+    parts += [f"{counts['preempted']} preempted"] * (counts["preempted"] > 0)
+    return f"{title}: {', '.join(parts)}"
 
 
 async def _draw(ask: Callable[[], Awaitable], requests: int, title: str, over: asyncio.Event) -> None:

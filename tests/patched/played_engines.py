@@ -45,6 +45,7 @@ class Client:
 
 def make_async_llm(model: Path):
     """An AsyncLLM whose engines are a `Client`."""
+    from ascend_rl.rollout.engine_stats import counting
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import EngineCoreClient
@@ -55,7 +56,9 @@ def make_async_llm(model: Path):
         args = AsyncEngineArgs(
             model=str(model), enforce_eager=True, max_model_len=256, disable_log_stats=True
         )
-        return AsyncLLM(args.create_engine_config(), object, log_stats=False, log_requests=False)
+        return counting(AsyncLLM, quiet=True)(
+            args.create_engine_config(), object, log_stats=False, log_requests=False
+        )
     finally:
         EngineCoreClient.make_async_mp_client = given
 

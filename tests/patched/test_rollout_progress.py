@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import torch
 from omegaconf import OmegaConf
 
+from ascend_rl.rollout.engine_stats import EngineStats
+
 LENGTHS = [3, 9, 1, 6, 4, 2]
 
 
@@ -16,6 +18,9 @@ class Engine:
     """vLLM's AsyncLLM as far as a server calls it; the prompt is the number of tokens to generate."""
 
     output_processor = SimpleNamespace(request_states={})
+
+    def __init__(self):
+        self.stats = EngineStats(graphs=False)
 
     def generate(self, prompt, sampling_params, request_id, **kwargs):
         from vllm.outputs import CompletionOutput, RequestOutput
