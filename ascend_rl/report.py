@@ -1,6 +1,7 @@
 """The command ``python -m ascend_rl.report``: see ascend_rl/recipe/report.py."""
 
+from ascend_rl.preflight.step_time import of_run
 from ascend_rl.recipe.report import main
 
 if __name__ == "__main__":
-    main()
+    main(of_run)

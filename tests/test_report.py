@@ -16,6 +16,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from ascend_rl.preflight.step_time import of_run
 from ascend_rl.recipe import report, report_page
 
 VAL = "val-aux/tiny/addition/reward/mean@1"
@@ -238,16 +239,16 @@ def big(tmp_path, root, monkeypatch) -> Path:
 
 def test_what_was_predicted_stands_next_to_what_was_measured(big, monkeypatch):
     rows = report.read_metrics(big / "metrics.jsonl")
-    found = report.predicted(big, rows)
+    found = report.predicted(big, rows, of_run)
     assert found["step"] == pytest.approx(sum(value for name, value in found.items() if name != "step"))
     assert set(found) == {"step", "rollout", "reference log-prob", "update", "weight sync and offload"}
     table = dict(report.lines(report.summarise(rows, None, found)))
     assert table["predicted: rollout (s)"] == f"{found['rollout']:.0f}"
     for row in rows[1:]:
         row["response_length/mean"] = 4000.0
-    assert report.predicted(big, rows)["update"] < 0.7 * found["update"]  # for the run's own lengths
+    assert report.predicted(big, rows, of_run)["update"] < 0.7 * found["update"]  # for the run's own lengths
     monkeypatch.setenv("SMOKE", "1")  # as if the run had not been a rehearsal, but this is one
-    assert report.predicted(big, rows) == {}
+    assert report.predicted(big, rows, of_run) == {}
 
 
 @pytest.mark.parametrize("change", ["trainer.device=cpu", "algorithm.adv_estimator=gae", "missing"])
@@ -257,7 +258,7 @@ def test_no_prediction_for_another_run(big, change):
         words.unlink()
     else:
         words.write_text(json.dumps([*json.loads(words.read_text()), change]))
-    assert report.predicted(big, report.read_metrics(big / "metrics.jsonl")) == {}
+    assert report.predicted(big, report.read_metrics(big / "metrics.jsonl"), of_run) == {}
 
 
 def test_figures_of_one_step(tmp_path):

@@ -10,11 +10,10 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ascend_rl.rollout.engine_stats import ACCEPTANCE, GRAPH_SHARE, PREEMPTED, USAGE
 from ascend_rl.settings.logs import parts
 
 FINAL_STEPS = 5
@@ -33,6 +32,9 @@ REWARD, LENGTH, CLIPPED = "critic/rewards/mean", "response_length/mean", "actor/
 LENGTH_RANGE = "response_length/min", "response_length/max"
 SPEED = "perf/throughput"  # prompt and response tokens of a step by its time and the number of dies
 PROBS_DIFF = "training/rollout_probs_diff_max"
+# Metrics of ascend_rl/rollout/engine_stats.py.
+USAGE, PREEMPTED = "rollout/kv_cache_usage/max", "rollout/num_preempted"
+ACCEPTANCE, GRAPH_SHARE = "rollout/spec_acceptance", "rollout/graph_share"
 # Where the engines or the trainer say it (docs/watching.md): name of the figure, digits, unit.
 DETAILED = {
     USAGE: ("KV cache use, highest of a step", 0, "%"),
@@ -108,13 +110,11 @@ def validation(rows: list[dict]) -> tuple[list[int], list[float]]:
     return steps, values
 
 
-def predicted(run: Path, rows: list[dict]) -> dict[str, float]:
+def predicted(run: Path, rows: list[dict], of_run: Callable) -> dict[str, float]:
     """Seconds by phase that ascend_rl.step_time predicts for the run's response lengths; or nothing."""
     lengths = series(rows, LENGTH)[1]
     if not lengths or not (run / "run.json").exists():
         return {}
-    from ascend_rl.preflight.step_time import of_run  # it takes a second, and most reports need none of it
-
     found = of_run(run, statistics.median(lengths))
     return {"step": found.seconds} | found.phases if found else {}
 
@@ -341,7 +341,7 @@ def plot(runs: list[tuple[str, list[dict]]], file: Path | BinaryIO, panels: Sequ
     plt.close(figure)
 
 
-def main() -> None:
+def main(of_run: Callable = lambda run, mean: None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ascend_rl.report",
         description="Table, report.json and report.png of a run, with --html also report.html.",
@@ -371,7 +371,7 @@ Writes report.json, report.png and, with --html, report.html into the directory 
     directories = [*args.run, *args.compare]
     run = directories[0]
     runs = [(one.resolve().name, read_metrics(one / "metrics.jsonl")) for one in directories]
-    report = summarise(runs[0][1], args.wall, predicted(run, runs[0][1]))
+    report = summarise(runs[0][1], args.wall, predicted(run, runs[0][1], of_run))
     (run / "report.json").write_text(as_json(report))
     plot(runs, run / "report.png")
     print(table(report))

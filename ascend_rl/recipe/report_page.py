@@ -16,7 +16,6 @@ from html import escape
 from pathlib import Path
 
 from ascend_rl.recipe import report
-from ascend_rl.rollout.engine_stats import PREEMPTED
 
 STYLE = """body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left}
@@ -96,7 +95,7 @@ def warnings(rows: Sequence[dict], settings: Sequence[str]) -> Iterator[str]:
             f"old log-probs are {share('old_log_prob'):.0%} of a step; with one update a step they are not "
             "needed: actor.recompute_old_log_prob=False (docs/old_log_prob.md)"
         )
-    if (preempted := median(steps, PREEMPTED)) > 0:
+    if (preempted := median(steps, report.PREEMPTED)) > 0:
         yield (
             f"{preempted:.0f} times in a step a request is preempted, and computed again: raise "
             "rollout.gpu_memory_utilization or lower rollout.max_num_seqs (docs/memory_plan.md)"
