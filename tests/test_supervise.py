@@ -530,6 +530,28 @@ def test_deadlines(runner, options, before, sentence):
     assert 1 <= time.monotonic() - started < 100
 
 
+def test_a_stall_says_what_hangs(runner):
+    """What Ray's actors are in the middle of, and who was stopped, as by a debugger or a driver."""
+    script = (
+        f"printf '{STEP.format(3)}'; "
+        'for i in 1 2; do (exec -a ray::WorkerDict.update_actor "$0" -c "$1" ray::WorkerDict 300) & done; '
+        '(exec -a ray::WorkerDict "$0" -c "$1" ray::WorkerDict 300) & '
+        '"$0" -c "$1" VLLM::EngineCore 300 & engine=$!; '
+        "until grep -q VLLM /proc/$engine/comm; do sleep 0.1; done; "
+        "kill -STOP $engine; echo engine $engine; wait"
+    )
+    result = runner.run("bash", "-c", script, PYTHON, NAMED, options=("--stall", 3, "--start", 300))
+    engine = result.stdout.decode().rpartition("engine ")[2].strip()
+    assert (
+        result.returncode == 124
+        and (
+            "ERROR: no progress for 3 s after step 3 of 80, stopped: VLLM::EngineCor "
+            f"(pid {engine}), at work: 2 x ray::WorkerDict.update_actor. The log is"
+        )
+        in result.stderr
+    )
+
+
 def test_deadlines_that_are_met(runner):
     """Steps come every 1.2 s, so the run is longer than --start and --stall, and no gap is."""
     steps = "".join(f"printf '{STEP.format(i)}'; sleep 1.2; " for i in range(1, 9))

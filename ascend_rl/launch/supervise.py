@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +101,21 @@ def descendants(root: int) -> dict[int, str]:
             found[pid] = everyone[pid][1]
             stack.append(pid)
     return found
+
+
+def at_work(pids: dict[int, str]) -> str:
+    """What the processes of a run that hangs are doing: who is stopped, and the calls in Ray's titles."""
+    stopped, calls = [], Counter()
+    for pid, name in pids.items():
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+            title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+            if state in "Tt":
+                stopped.append(f"{name} (pid {pid})")
+            elif title.startswith("ray::") and "." in title:
+                calls[title.split()[0]] += 1
+    told = ", ".join(f"{count} x {call}" if count > 1 else call for call, count in calls.most_common(6))
+    return f", stopped: {', '.join(stopped)}" * bool(stopped) + f", at work: {told}" * bool(told)
 
 
 def is_fork(pid: int, name: str) -> bool:
@@ -365,10 +380,11 @@ def supervise(
             elif deadline_s and now - began_s > deadline_s:
                 code, why, final = EXIT_DEADLINE, f"not finished after {deadline_s:g} s", True
             elif not output.began and start_s and now - began_s > start_s:
-                code, why = EXIT_DEADLINE, f"no training step after {start_s:g} s"
+                code, why = EXIT_DEADLINE, f"no training step after {start_s:g} s{at_work(alive)}"
             elif output.began and stall_s and now - output.progressed > stall_s:
                 code = EXIT_DEADLINE
                 why = f"no progress for {stall_s:g} s after step {output.step} of {output.total}"
+                why += at_work(alive)
             if why:
                 break
             time.sleep(0.25)
