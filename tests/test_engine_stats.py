@@ -12,7 +12,7 @@ import pytest
 
 from ascend_rl.loss.dapo import merge_timings
 from ascend_rl.rollout import engine_stats
-from ascend_rl.rollout.engine_stats import EngineStats, merged, recorded, step_metrics
+from ascend_rl.rollout.engine_stats import EngineStats, merged, of_rollout, step_metrics
 
 Event = IntEnum("Event", "QUEUED SCHEDULED PREEMPTED")
 
@@ -83,19 +83,16 @@ class Server:
 
 
 def generated(servers, name="vllm") -> dict:
-    async def generate(manager, prompts):
-        return SimpleNamespace(meta_info={"timing": {"gen": 1.0}})
-
     manager = SimpleNamespace(rollout_config=SimpleNamespace(name=name), server_handles=servers)
-    return asyncio.run(recorded(generate)(manager, None)).meta_info["timing"]
+    return asyncio.run(of_rollout(manager))
 
 
 def test_a_rollout_ends_with_the_counts_of_its_servers_also_if_one_died():
     one = {"rollout/kv_cache_usage/max": 0.5, "rollout/num_preempted": 2, "requests": {0: 7}}
     two = {"rollout/kv_cache_usage/max": 0.3, "rollout/num_preempted": 1, "requests": {0: 3, 1: 4}}
     handles = [Server(one), Server(RuntimeError("gone")), Server(two)]
-    assert generated(handles) == {"gen": 1.0} | merged([one, {}, two])
-    assert generated(handles, name="sglang") == {"gen": 1.0}
+    assert generated(handles) == merged([one, {}, two])
+    assert generated(handles, name="sglang") == {}
 
 
 def test_batches_of_a_step_are_one():

@@ -13,8 +13,7 @@ Cost: O(1) an engine step, and a look at one field a token batch; one Ray call a
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from ascend_rl.rollout.request_mover import server_of
@@ -134,27 +133,21 @@ def merged(servers: Sequence[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def recorded(generate: Callable[..., Awaitable]) -> Callable[..., Awaitable]:
-    """Decorate AgentLoopManager.generate_sequences: the servers' counts join the timing of its output."""
-
-    @functools.wraps(generate)
-    async def wrapper(manager: Any, prompts: Any) -> Any:
-        output = await generate(manager, prompts)
-        if manager.rollout_config.name == "vllm":
-            servers = dict.fromkeys(map(server_of, manager.server_handles))
-            asked = [server.engine_stats.remote() for server in servers]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            # A server may have died; whoever needs it says so.
-            output.meta_info["timing"] |= merged([one if isinstance(one, dict) else {} for one in answers])
-        return output
-
-    return wrapper
+async def of_rollout(manager: Any) -> dict[str, float]:
+    """What the servers of an AgentLoopManager did in the rollout that has just ended, as `merged`."""
+    if manager.rollout_config.name != "vllm":
+        return {}
+    servers = dict.fromkeys(map(server_of, manager.server_handles))
+    asked = [server.engine_stats.remote() for server in servers]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    # A server may have died; whoever needs it says so.
+    return merged([one if isinstance(one, dict) else {} for one in answers])
 
 
 def step_metrics(
     timing: MutableMapping[str, float], metrics: MutableMapping[str, float], epochs: int = 1
 ) -> dict[str, float]:
-    """The metrics of a step: what `recorded` left in ``timing``, which are no times, and MFU by phase.
+    """The metrics of a step: what `of_rollout` left in ``timing``, which are no times, and MFU by phase.
 
     A rollout and a pass for log-probs have the operations of an update's forward pass, over the same tokens,
     so that their MFU follows from verl's for the update and the times of the phases.

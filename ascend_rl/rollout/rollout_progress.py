@@ -22,7 +22,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from ascend_rl.rollout.request_mover import server_of
@@ -64,21 +64,26 @@ class Requests:
         finally:
             del self._live[key]
 
-    def counts(self, states: Iterable | None = None) -> dict[str, int]:
+    def counts(self, engine: Any = None) -> dict[str, float]:
         """`waiting` are requests without a token: queued or in their prefill.
 
         Args:
-            states: vLLM's request_states, which know the tokens of requests that send none before they end.
+            engine: vLLM's AsyncLLM, which knows the tokens of requests that send none before they end, and
+                in ``stats`` the KV cache and preemptions, if `engine_stats` counts them.
         """
-        seen = list(self._live.values())
-        now = seen if states is None else [len(state.detokenizer.output_token_ids) for state in states]
+        seen = now = list(self._live.values())
+        if engine is not None:
+            states = engine.output_processor.request_states.values()
+            now = [len(state.detokenizer.output_token_ids) for state in states]
         running = sum(tokens > 0 for tokens in now)
+        stats = getattr(engine, "stats", None)
         return {
             "done": self.done,
             "running": running,
             "waiting": max(0, len(seen) - running),
             "tokens": self.tokens - sum(seen) + sum(now),
             "longest": max([self.longest, *now]),
+            **(stats.live() if stats else {"kv": 0.0, "preempted": 0}),
         }
 
 
