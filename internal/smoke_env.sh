@@ -20,8 +20,9 @@ smoke_environment() {
         export SOFTWARE_NPU_VLLM_ASCEND="${SOFTWARE_NPU_VLLM_ASCEND:-1}"
         SOFTWARE_NPU_WHEELS="$(python "$ROOT/patches/npu_wheels.py")" || die "the rehearsal needs the pinned torch_npu's schemas"
         python -m software_npu.build >/dev/null || die "the rehearsal needs the software NPU"
-        export SOFTWARE_NPU_WHEELS
-        export PYTHONPATH="$ROOT/software_npu/site:$ROOT/frameworks/vllm_ascend${PYTHONPATH:+:$PYTHONPATH}"
+        export SOFTWARE_NPU_WHEELS PYTHONPATH
+        # torch, too, is the CPU's: on_npu gives Megatron what it needs of torch 2.8 to save checkpoints.
+        PYTHONPATH="$ROOT/software_npu/site:$ROOT/tests/stubs/on_npu:$ROOT/frameworks/vllm_ascend${PYTHONPATH:+:$PYTHONPATH}"
         export PATH="$ROOT/software_npu/node/bin:$PATH" ASCEND_HOME_PATH="$ROOT/software_npu/node/cann"
         export ATB_HOME_PATH="$ROOT/software_npu/node/atb"
     fi

@@ -4,7 +4,7 @@
     norms = run_ranks(4, grad_norms, layouts)      # grad_norms(rank, layouts) in each of 4 processes
     norms = run_ranks(4, grad_norms, layouts, npu=True)     # and each has a software NPU
 
-They have gloo and the stubs of tests/stubs, or an NPU each, gloo and HCCL, and no stubs.
+They have gloo and the stubs of tests/stubs, or an NPU each, gloo and HCCL, and the one of tests/stubs/on_npu.
 
 The function must be importable (top level of a test module); its results come back as a list, by rank. What
 the ranks print is shown if one of them fails.
@@ -13,7 +13,6 @@ the ranks print is shown if one of them fails.
 from __future__ import annotations
 
 import os
-import runpy
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,7 +41,6 @@ def in_group(rank: int, npu: bool, function, args: tuple):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     if npu:
-        runpy.run_path(str(STUBS / "torch_2_8.py"))["install"]()
         torch.npu.set_device(rank)
     backend = "cpu:gloo,npu:hccl" if npu else "gloo"
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=PATIENCE_S))
@@ -61,7 +59,8 @@ def run_ranks(world: int, function, *args, stubs: tuple[Path, ...] = (), npu: bo
     Raises:
         AssertionError: a rank raised (with its traceback), or not all ranks answered in time.
     """
-    places = [*stubs, SITE if npu else STUBS, *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = [STUBS / "on_npu", SITE] if npu else [STUBS]
+    places = [*stubs, *own, *filter(None, [os.environ.get("PYTHONPATH")])]
     device = {}
     if npu:
         from wheels import wheels_file
