@@ -279,7 +279,6 @@ smoke() {
         trainer.total_training_steps="${STEPS:-2}"
         trainer.val_before_train=False
         trainer.test_freq=-1
-        trainer.save_freq=-1
         trainer.resume_mode=disable
     )
     if [ "${SMOKE_DTYPE:-bfloat16}" = float32 ]; then smoke_float32 "$2"; fi

@@ -53,7 +53,7 @@ actor_rollout_ref.actor.megatron.expert_model_parallel_size
 actor_rollout_ref.actor.megatron.dist_checkpointing_path
 actor_rollout_ref.ref.megatron.dist_checkpointing_path actor_rollout_ref.actor.optim.lr_warmup_steps
 trainer.nnodes trainer.n_gpus_per_node
-trainer.total_training_steps trainer.val_before_train trainer.test_freq trainer.save_freq
+trainer.total_training_steps trainer.val_before_train trainer.test_freq
 trainer.resume_mode
 """.split()
     + [
@@ -97,7 +97,8 @@ TWINS = {
             "actor_rollout_ref.ref.load_weight",
             "actor_rollout_ref.actor.use_dynamic_bsz",
             "actor_rollout_ref.rollout.gpu_memory_utilization",
-            "trainer.max_actor_ckpt_to_keep",  # random weights are not kept
+            "trainer.save_freq",  # random weights are not kept
+            "trainer.max_actor_ckpt_to_keep",
             *(
                 f"actor_rollout_ref.{part}.megatron.{key}"
                 for part in ("actor", "ref")
@@ -117,7 +118,7 @@ TWINS = {
     ),
     "dapo_qwen3_32b_32die_true_weight": ("grpo_qwen3_32b_32die_true_weight", DAPO_LOSS),
     "grpo_qwen3_30b_a3b_16die_true_weight": ("gspo_qwen3_30b_a3b_16die_true_weight", GSPO_LOSS),
-    "gspo_qwen2_5_3b_8die_fsdp": ("gspo_qwen2_5_3b_8die_async_server", set()),
+    "gspo_qwen2_5_3b_8die_fsdp": ("gspo_qwen2_5_3b_8die_async_server", {"trainer.save_freq"}),
 }
 
 

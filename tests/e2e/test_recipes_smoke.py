@@ -1,8 +1,10 @@
 """Recipes of large models, each on its own path, rehearsed for two steps on the software NPU by SMOKE=1.
 
-One recipe of each code path; tests/test_recipes.py lists how the others differ from these. SWITCHED are three
-with switches on that are off in the recipes; each switch must count what it did. Without ALL_RECIPES=1 two
-stand for all: FSDP2 in float32 with switches, whose rollout must agree with its trainer, and the largest.
+In float32 and sampling from all tokens, so that the rollout must agree with its trainer to 1e-5. The first
+are one recipe of each code path; tests/test_recipes.py lists how the others differ from these. SWITCHED are
+three with switches on that are off in the recipes; each switch must count what it did. IN_BFLOAT16 are as on
+the cluster, with the swapped optimizer, which knows 16 bits only, and their own sampling. What a recipe saves
+must be complete. Without ALL_RECIPES=1 two stand for all: FSDP2 with switches, and the largest in bfloat16.
 """
 
 from __future__ import annotations
@@ -10,38 +12,48 @@ from __future__ import annotations
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 from runs import PATIENCE_S, finish, launch, training
+
+from ascend_rl.weights.checkpoints import TRACKER
+from ascend_rl.weights.export import find, open_weights
+from ascend_rl.weights.qwen3 import read_model
+from ascend_rl.weights.torch_dist import Checkpoint
 
 pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
 
 # Signs that are counted in each: see ascend_rl/preflight/rehearsal.py.
 ROLLOUT = {"decode graphs replayed", "memory ranges woken after sleep", "attention over the paged cache"}
 MINDSPEED = {"flash attention of the trainer", "sends of pipelines and rings"}
-RINGS = MINDSPEED | {
-    "its backward, in rings",
-    "fused updates of ring attention",
-    "fused AdamW of the swapped optimizer",
-}
+RINGS = MINDSPEED | {"its backward, in rings", "fused updates of ring attention"}
+SWAPPED = {"fused AdamW of the swapped optimizer"}
 DENSE = {"products with reduce-scatter, FlashComm1", "weights prefetched"}
 MOE = {"tokens dispatched by MC2", "grouped products of experts", "all-to-all"}
 B235 = ROLLOUT | RINGS | MOE
-RECIPES = {  # name: (environment, float32, signs)
-    "gspo_qwen3_32b_64die_true_weight": ("qwen3_32b", True, ROLLOUT | DENSE),  # FSDP2, Ulysses
-    "grpo_qwen3_235b_128die_true_weight": ("qwen3_235b", False, B235),  # a Megatron checkpoint, a reference
-    "dapo_qwen3_235b_128die_true_weight": ("qwen3_235b", False, B235),  # importance sampling
-    "gspo_qwen3_30b_a3b_16die_true_weight": ("qwen3_30b_a3b", True, ROLLOUT | MINDSPEED | MOE),  # mbridge
-    "grpo_qwen3_32b_32die_true_weight": ("qwen3_32b", False, ROLLOUT | RINGS | DENSE),  # two servers
-    "gspo_qwen2_5_3b_8die_async_server": ("qwen2_5_3b", True, set()),  # FSDP, legacy workers
-    "gspo_qwen2_5_3b_8die_engine_workers": ("qwen2_5_3b", True, set()),
+RECIPES = {  # name: (environment, signs)
+    "gspo_qwen3_32b_64die_true_weight": ("qwen3_32b", ROLLOUT | DENSE),  # FSDP2, Ulysses
+    "grpo_qwen3_235b_128die_true_weight": ("qwen3_235b", B235),  # a Megatron checkpoint, a reference
+    "dapo_qwen3_235b_128die_true_weight": ("qwen3_235b", B235),  # importance sampling
+    "gspo_qwen3_30b_a3b_16die_true_weight": ("qwen3_30b_a3b", ROLLOUT | MINDSPEED | MOE),  # mbridge
+    "grpo_qwen3_32b_32die_true_weight": ("qwen3_32b", ROLLOUT | RINGS | DENSE),  # two servers
+    "gspo_qwen2_5_3b_8die_async_server": ("qwen2_5_3b", set()),  # FSDP, legacy workers
+    "gspo_qwen2_5_3b_8die_engine_workers": ("qwen2_5_3b", set()),
     # No code path of their own.
-    "grpo_qwen3_235b_128die_random_init": ("qwen3_235b", False, B235),
-    "gspo_qwen3_235b_128die_true_weight": ("qwen3_235b", False, B235),
-    "dapo_qwen3_32b_32die_true_weight": ("qwen3_32b", False, ROLLOUT | RINGS | DENSE),
-    "grpo_qwen3_30b_a3b_16die_true_weight": ("qwen3_30b_a3b", True, ROLLOUT | MINDSPEED | MOE),
-    "gspo_qwen2_5_3b_8die_fsdp": ("qwen2_5_3b", True, set()),
+    "grpo_qwen3_235b_128die_random_init": ("qwen3_235b", B235),
+    "gspo_qwen3_235b_128die_true_weight": ("qwen3_235b", B235),
+    "dapo_qwen3_32b_32die_true_weight": ("qwen3_32b", ROLLOUT | RINGS | DENSE),
+    "grpo_qwen3_30b_a3b_16die_true_weight": ("qwen3_30b_a3b", ROLLOUT | MINDSPEED | MOE),
+    "gspo_qwen2_5_3b_8die_fsdp": ("qwen2_5_3b", set()),
 }
+SAVE_NOTHING = {
+    "gspo_qwen2_5_3b_8die_async_server",
+    "gspo_qwen2_5_3b_8die_engine_workers",
+    "grpo_qwen3_235b_128die_random_init",
+}
+# The trainer knows no truncation.
+FROM_ALL_TOKENS = ["actor_rollout_ref.rollout.top_k=-1", "actor_rollout_ref.rollout.top_p=1"]
 VLLM = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
 SWITCHED = {  # name: (recipe, variables, overrides, what counts)
     "rollout switches": (
@@ -76,8 +88,6 @@ SWITCHED = {  # name: (recipe, variables, overrides, what counts)
             # A rank has 14 tokens: longer sequences, of up to 24, need two; in updates and for log-probs.
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=28",
             "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=28",
-            "actor_rollout_ref.rollout.top_k=-1",  # the trainer knows no truncation
-            "actor_rollout_ref.rollout.top_p=1",
         ],
         {"hdp_rings", "hdp_alone", "moe_alltoallv", "data_rebalance"},
     ),
@@ -85,19 +95,58 @@ SWITCHED = {  # name: (recipe, variables, overrides, what counts)
 UNPLANNED_MB = (
     36  # of a process; transformers makes its mask from 2048 x 2048 numbers of 32 bits, and their copy
 )
-IN_BRIEF = ["rollout switches", "grpo_qwen3_235b_128die_true_weight"]
+BFLOAT16 = ", bfloat16"
+IN_BFLOAT16 = [
+    "grpo_qwen3_235b_128die_true_weight" + BFLOAT16,  # saved by Megatron
+    "grpo_qwen3_32b_32die_true_weight" + BFLOAT16,  # and by mbridge
+]
+ADAMW = ("exp_avg", "exp_avg_sq", "fp32_param")  # of each weight
+IN_BRIEF = ["rollout switches", IN_BFLOAT16[0]]
+CASES = [*RECIPES, *SWITCHED, *IN_BFLOAT16] if os.environ.get("ALL_RECIPES") == "1" else IN_BRIEF
 
 
-@pytest.mark.parametrize("case", [*RECIPES, *SWITCHED] if os.environ.get("ALL_RECIPES") == "1" else IN_BRIEF)
+def check_checkpoint(directory: Path) -> None:
+    """One of the last step: all weights of the model, and for each what AdamW needs."""
+    assert (directory / TRACKER).read_text() == "2"
+    assert [path.name for path in directory.iterdir() if path.is_dir()] == ["global_step_2"]
+    assert all(path.stat().st_size > 0 for path in directory.rglob("*") if path.is_file())
+    actor = find(directory)
+    source, kind = open_weights(actor, read_model(actor / "huggingface"))  # by their names and shapes
+    source.close()
+    if "FSDP" in kind:
+        ranks = source.world_size
+        for part in ("model", "optim", "extra_state"):
+            assert len([*actor.glob(f"{part}_world_size_{ranks}_rank_*.pt")]) == ranks > 1
+        return
+    checkpoint = Checkpoint(actor / "dist_ckpt")
+    states = [key.partition("optimizer.state.")[2] for key in checkpoint.tensors]
+    weights = {key for key, state in zip(checkpoint.tensors, states, strict=True) if not state}
+    moments = {state.removeprefix("exp_avg.") for state in states if state.startswith("exp_avg.")}
+    assert {*states} - {""} == {f"{kept}.{name}" for kept in ADAMW for name in moments}
+    assert moments == weights if "Megatron" in kind else moments and not weights  # mbridge has them elsewhere
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_two_steps(tmp_path, nothing_left_behind, case):
-    name, switches, overrides, features = SWITCHED.get(case, (case, {}, [], set()))
-    (environment, exact, signs), output = RECIPES[name], tmp_path / "run"
-    if case in SWITCHED:
-        exact, signs = True, signs - {"fused AdamW of the swapped optimizer"}  # which float32 leaves out
+    exact, output = not case.endswith(BFLOAT16), tmp_path / "run"
+    name, switches, overrides, _ = SWITCHED.get(case, (case.removesuffix(BFLOAT16), {}, [], set()))
+    if exact:
+        overrides = FROM_ALL_TOKENS + overrides
     variables = {"SMOKE": 1, "SMOKE_DTYPE": "float32" if exact else "bfloat16", **switches}
-    process = launch(f"train_{name}.sh", output, *overrides, environment=f"{environment}_env.sh", **variables)
+    environment = f"{RECIPES[name][0]}_env.sh"
+    process = launch(f"train_{name}.sh", output, *overrides, environment=environment, **variables)
     text = finish(process, output)
     assert process.returncode == 0, text[-3000:]
+    check(case, output, text)
+
+
+def check(case: str, output: Path, text: str) -> None:
+    """What a rehearsal left in its OUTPUT_DIR, and printed."""
+    exact = not case.endswith(BFLOAT16)
+    name, _, _, features = SWITCHED.get(case, (case.removesuffix(BFLOAT16), {}, [], set()))
+    environment, signs = RECIPES[name]
+    if not exact:
+        signs = signs | SWAPPED
     rows = training(output)
     assert len(rows) == 2
     for row in rows:
@@ -133,3 +182,7 @@ def test_two_steps(tmp_path, nothing_left_behind, case):
         assert rows[0]["rollout_corr/rollout_is_max"] <= 2.0
     if name.startswith("gspo"):
         assert "actor/gspo/seq_ratio/p05" in rows[0]
+    if name in SAVE_NOTHING:
+        assert not (output / "checkpoints").exists()
+    else:
+        check_checkpoint(output / "checkpoints")
