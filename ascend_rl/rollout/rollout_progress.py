@@ -83,20 +83,20 @@ class Requests:
             "waiting": max(0, len(seen) - running),
             "tokens": self.tokens - sum(seen) + sum(now),
             "longest": max([self.longest, *now]),
-            **(stats.live() if stats else {"kv": 0.0, "preempted": 0}),
+            **(stats.live() if stats else {}),
         }
 
 
 def total(counts: Sequence[dict[str, float]]) -> dict[str, float]:
     """The counts of all servers together; of the longest response and the fullest KV cache the largest."""
     summed = {key: sum(count[key] for count in counts) for key in counts[0]}
-    return summed | {key: max(count[key] for count in counts) for key in ("longest", "kv")}
+    return summed | {key: max(count[key] for count in counts) for key in ("longest", "kv") if key in summed}
 
 
 def describe(title: str, counts: dict[str, float], tokens_per_s: float) -> str:
     """The text before the bar; KV cache and preemptions only if there are any.
 
-    >>> counts = {"done": 3, "running": 2, "waiting": 1, "tokens": 99, "longest": 40, "kv": 0, "preempted": 0}
+    >>> counts = {"done": 3, "running": 2, "waiting": 1, "tokens": 99, "longest": 40}
     >>> describe("rollout 7", counts, 512.3)
     'rollout 7: 512 tokens/s, 2 running, 1 waiting, longest 40'
     >>> describe("rollout 7", counts | {"kv": 0.934, "preempted": 4}, 512.3)
@@ -104,8 +104,8 @@ def describe(title: str, counts: dict[str, float], tokens_per_s: float) -> str:
     """
     running, waiting, longest = (counts[key] for key in ("running", "waiting", "longest"))
     parts = [f"{tokens_per_s:.0f} tokens/s", f"{running} running", f"{waiting} waiting", f"longest {longest}"]
-    parts += [f"KV {counts['kv']:.0%}"] * (counts["kv"] > 0)
-    parts += [f"{counts['preempted']} preempted"] * (counts["preempted"] > 0)
+    parts += [f"KV {counts['kv']:.0%}"] if counts.get("kv") else []
+    parts += [f"{counts['preempted']} preempted"] if counts.get("preempted") else []
     return f"{title}: {', '.join(parts)}"
 
 

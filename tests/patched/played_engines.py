@@ -73,6 +73,7 @@ class Server:
     def __init__(self, model: Path, engines: int, seats: int, plain: bool = False, **config):
         from ascend_rl.rollout.rollout_progress import Requests
         from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+        from vllm.utils.gc_utils import freeze_gc_heap
 
         self.names = [[f"{engine}-{seat}" for seat in range(seats)] for engine in range(engines)]
         self.server = object.__new__(vLLMHttpServer)
@@ -83,6 +84,7 @@ class Server:
         self.server.model_config = SimpleNamespace(processor=None, lora_rank=0, lora={})
         self.server.global_steps, self.server.requests = 0, Requests()
         self.server.engine = make_async_llm(model)
+        freeze_gc_heap()  # as vLLM's app does when the server starts; test_engine_stats.py sees it
         self.client = self.server.engine.engine_core
         self.given = {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "logprobs": True}
         if plain:

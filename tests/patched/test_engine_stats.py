@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -95,7 +96,9 @@ def two_rollouts(model, monkeypatch, *overrides: str) -> list[dict]:
         server = server_module.vLLMHttpServer(
             config.rollout, config.model, RolloutMode.STANDALONE, [None], 0, 0, 1, 1, ""
         )
+        gc.unfreeze()
         await server.launch_server()
+        frozen = gc.get_freeze_count()
         manager = object.__new__(AgentLoopManager)
         manager.rollout_config = config.rollout
         manager.server_handles, manager.agent_loop_workers = [remote(server)], [remote(Worker(server))]
@@ -119,6 +122,7 @@ def two_rollouts(model, monkeypatch, *overrides: str) -> list[dict]:
                     "live": max(fullest),
                     "own": {name: prometheus(name) - before[name] for name in names},
                     "quiet": server.engine.logger_manager is None,
+                    "frozen": frozen,
                 })  # fmt: skip
         finally:
             server.engine.shutdown()
@@ -152,6 +156,7 @@ def test_by_default_engines_count_and_the_front_end_does_not(tiny, monkeypatch):
     for found in two_rollouts(tiny / "model", monkeypatch):
         assert_rollout(found["timing"], found["live"])
         assert found["quiet"] and not any(found["own"].values())
+        assert found["frozen"] > 100_000  # the server's heap: no later collection of garbage visits it
 
 
 def decode(path: str, metrics: bool) -> dict:
