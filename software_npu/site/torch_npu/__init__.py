@@ -7,10 +7,14 @@ TORCH_DEVICE_BACKEND_AUTOLOAD=0). The device itself is in csrc/ of the folder ab
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
+from unittest import mock
 
-import torch
+# Imported before torch: torch would import this module a second time, while it is half done.
+with mock.patch.dict(os.environ, TORCH_DEVICE_BACKEND_AUTOLOAD="0"):
+    import torch
 
 __version__ = "2.8.0.post2"
 unsupported_dtype = [torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8]
