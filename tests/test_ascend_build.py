@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
 import shutil
+import subprocess
+from dataclasses import replace
 
 import ascend_build
 import pytest
-from ascend_host import MIRROR, ROOT, git, make_host
+from ascend_host import MIRROR, ROOT, git, make_host, make_python, names_in
+from packaging.utils import canonicalize_name
 
 import sources
 
 A3, A2 = "ascend910_9391", "ascend910b3"
+# Of requirements.in. The first two have no wheel for this machine; nothing that runs here imports the others.
+NOT_HERE = {"torch-npu", "triton-ascend", "cmake", "decorator", "modelscope", "quart"}
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [2] * 20]
+# A server's engine, as verl makes it: in a process of its own.
+PROGRAM = """
+import asyncio, json, os, sys
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+async def main():
+    settings = {"dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 64, "max_num_seqs": 8}
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(sys.argv[1], enforce_eager=True, **settings))
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    async def answer(number, prompt):
+        async for output in llm.generate({"prompt_token_ids": prompt}, sampling, str(number)):
+            pass
+        return list(output.outputs[0].token_ids)
+
+    ids = await asyncio.gather(*map(answer, range(9), json.loads(sys.argv[2])))
+    print("ANSWER", json.dumps([os.getpid(), ids]))
+    await asyncio.sleep(1.5)  # for the record of the device
+    llm.shutdown()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
 needs_mirror = pytest.mark.skipif(not MIRROR.exists(), reason="no git repository of vllm-ascend at hand")
 
 
@@ -99,6 +132,62 @@ print(*(f.check for check in checks for f in check(facts, lock) if f.severity ==
 
 
 @needs_mirror
+def test_a_rollout_server_of_it_generates(host, tiny, tmp_path):
+    """With nothing set but what CANN's and this machine's device need: greedy tokens equal Hugging Face's."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    have = {canonicalize_name(found.metadata["Name"]) for found in importlib.metadata.distributions()}
+    assert names_in("requirements.in") - have == NOT_HERE
+    (tmp_path / "server.py").write_text(PROGRAM)
+    (tmp_path / "record").mkdir()
+    ran = subprocess.run(
+        [host.python, "server.py", tiny / "model", json.dumps(PROMPTS)],
+        cwd=tmp_path,
+        env=host.env | {"SOFTWARE_NPU_RECORD": str(tmp_path / "record")},
+        capture_output=True,
+        text=True,
+    )
+    answers = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert ran.returncode == 0 and answers, ran.stdout[-4000:] + ran.stderr[-4000:]
+    server, answered = json.loads(answers[0].removeprefix("ANSWER "))
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    for prompt, ids in zip(PROMPTS, answered, strict=True):
+        whole = torch.tensor([prompt])
+        with torch.no_grad():
+            for _ in ids:
+                whole = torch.cat([whole, model(whole).logits[:, -1].argmax(-1, keepdim=True)], 1)
+        assert len(ids) == 8 and ids == whole[0, len(prompt) :].tolist()
+    ((engine, calls),) = [
+        (int(path.stem), json.loads(path.read_text())["calls"])
+        for path in (tmp_path / "record").glob("*.json")
+    ]
+    assert engine != server and calls["npu_fused_infer_attention_score"] >= 2 * 8  # layers x steps
+
+
+@needs_mirror
+def test_without_the_driver_an_image_can_be_built(host):
+    """torch_npu then cannot be loaded, and torch tries whenever it is imported."""
+    (site,) = host.python.parents[1].glob("lib/python3*/site-packages")
+    software = site / "torch_npu.pth"
+    kept = software.read_text()
+    software.unlink()
+    package, info = site / "torch_npu", site / "torch_npu-0.dist-info"
+    for directory in (package, info):
+        directory.mkdir()
+    missing = "libascend_hal.so: cannot open shared object file: No such file or directory"
+    (package / "__init__.py").write_text(f"raise ImportError({missing!r})\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.8.0.post2\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    result = host.build("--soc", A3)
+    for directory in (package, info):
+        shutil.rmtree(directory)
+    software.write_text(kept)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"vLLM finds, but cannot load without NPUs ({missing}), the platform" in result.stdout
+
+
+@needs_mirror
 def test_what_is_built_is_not_built_again_but_for_another_chip(host):
     before = len(host.calls)
     assert host.build(SOC_VERSION=A3).returncode == 0
@@ -129,8 +218,79 @@ def test_lost_metadata_comes_back_and_a_second_platform_is_an_error(host):
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
     (other / "entry_points.txt").write_text("[vllm.platform_plugins]\nother = other_platform:register\n")
     result = host.build("--soc", A3)
+    shutil.rmtree(other)
     assert result.returncode == 1 and info.is_dir()
     assert "the platforms of ['other_platform', 'vllm_ascend']" in result.stderr
+
+
+# What of vLLM's repository is not in the wheel and is read here.
+PYPROJECT = """
+[project]
+name = "vllm"
+dynamic = ["version"]
+
+[project.scripts]
+vllm = "vllm.entrypoints.cli.main:main"
+
+[project.entry-points."vllm.general_plugins"]
+lora_filesystem_resolver = "vllm.plugins.lora_resolvers.filesystem_resolver:register_filesystem_resolver"
+"""
+WHO = """
+from importlib.metadata import entry_points, version
+import vllm
+from vllm.platforms import current_platform
+own = [e for e in entry_points(group="vllm.general_plugins") if e.value.startswith("vllm.")]
+(script,) = entry_points(group="console_scripts", name="vllm")
+print(version("vllm"), vllm.__version__, current_platform.device_type, vllm.__file__)
+print(*(callable(e.load()) and e.name for e in [*own, script]))
+"""
+
+
+def make_vllm_upstream(directory) -> str:
+    """A repository like vLLM's at the pin, from the files of the wheel; returns its commit."""
+    tree = ROOT / "frameworks/vllm"
+    directory.mkdir()
+    packed = subprocess.run(["git", "-C", tree, "archive", sources.BASE_TAG], check=True, capture_output=True)
+    subprocess.run(["tar", "-x", "-C", directory], input=packed.stdout, check=True)
+    if sources.read_json(tree / ".git" / sources.SOURCE_FILE)["source"] == "pypi":
+        for info in directory.glob("*.dist-info"):
+            shutil.rmtree(info)
+        (directory / "vllm/_version.py").unlink()
+        module = directory / "vllm/__init__.py"
+        module.write_text(module.read_text().partition("# End of CPU Platform Fix\n")[2])
+        (directory / "pyproject.toml").write_text(PYPROJECT)
+        (directory / ".gitignore").write_text("/vllm/_version.py\n*.so\n")
+    git(directory, "init", "-q")
+    git(directory, "add", ".")
+    git(directory, "commit", "-qm", "vLLM")
+    git(directory, "tag", sources.Project.load(ROOT).framework("vllm").tag)
+    return git(directory, "rev-parse", "HEAD")
+
+
+@needs_mirror
+def test_vllm_from_git_is_known_by_its_version_and_its_entry_points(host, tmp_path):
+    """For NPUs and for CPUs, each in its own environment; after the tests above."""
+    upstream = tmp_path / "upstream"
+    vllm, lock = sources.Project.load(ROOT).framework("vllm"), host.root / "frameworks.lock"
+    lock.write_text(lock.read_text().replace(vllm.commit, make_vllm_upstream(upstream)))
+    mirror = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_VALUE_0": vllm.url,
+              "GIT_CONFIG_KEY_0": f"url.{upstream.as_uri()}.insteadOf"}  # fmt: skip
+    fetched = host.run(
+        "bash", "download_frameworks_source_code.sh", "--only", "vllm", "--source", "git", **mirror
+    )
+    assert fetched.returncode == 0, fetched.stdout + fetched.stderr
+    result = host.build("--soc", A3)
+    assert result.returncode == 0, result.stdout + result.stderr
+    package = f"{host.root}/frameworks/vllm/vllm/__init__.py"
+    said = host.says(WHO, VLLM_LOGGING_LEVEL="ERROR")
+    assert said == ["0.13.0+empty", "0.13.0", "npu", package, "lora_filesystem_resolver", "vllm"]
+    laptop = replace(host, python=make_python(tmp_path / "laptop"))
+    result = laptop.run(laptop.python, "patches/install.py", "--target", "cpu")
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = laptop.says(WHO, VLLM_LOGGING_LEVEL="ERROR")
+    assert said == ["0.13.0+cpu", "0.13.0", "cpu", package, "lora_filesystem_resolver", "vllm"]
+    (library,) = host.root.glob("frameworks/vllm/vllm/*.so")
+    assert library.stat().st_size > 1000 and git(library.parents[1], "status", "--porcelain") == ""
 
 
 def test_the_wheel_is_refused_where_its_series_does_not_fit(tmp_path):
