@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 import sources
 
 A3, A2 = "ascend910_9391", "ascend910b3"
-# Of requirements.in. The first two have no wheel for this machine; nothing that runs here imports the others.
+# Of requirements.in, not in .venv: two that need an NPU, and others that nothing here imports.
 NOT_HERE = {"torch-npu", "triton-ascend", "cmake", "decorator", "modelscope", "quart"}
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [2] * 20]
 # A server's engine, as verl makes it: in a process of its own.
