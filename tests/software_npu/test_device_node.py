@@ -190,3 +190,12 @@ def test_products_that_communicate_equal_a_product_and_a_collective(rank):
         torch_npu.npu_mm_all_reduce_base(x1, x2, "none")
     with pytest.raises(RuntimeError, match="offset"):
         torch_npu.npu_prefetch(x1, None, 10, offset=10**6)
+
+
+@pytest.mark.parametrize("first", ["torch", "torch_npu"])
+def test_either_may_be_imported_first_and_processes_keep_their_titles(first):
+    """A title is written over the process's own environment, which must still be where it was."""
+    title = "open('/proc/self/cmdline').read().rstrip(chr(0))"
+    program = f"import os, {first}, torch, setproctitle; setproctitle.setproctitle('VLLM::Worker_TP0'); "
+    program += f"print({title}, torch.npu.is_available(), os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))"
+    assert run(program, **node(CHIPS["A3"], 1)).split() == ["VLLM::Worker_TP0", "True", "None"]

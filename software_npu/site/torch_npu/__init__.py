@@ -10,11 +10,17 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
 # Imported before torch: torch would import this module a second time, while it is half done.
-with mock.patch.dict(os.environ, TORCH_DEVICE_BACKEND_AUTOLOAD="0"):
-    import torch
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_given = os.environ.get(_AUTOLOAD)
+os.environ[_AUTOLOAD] = "0"
+import torch  # noqa: E402
+
+if _given is None:
+    del os.environ[_AUTOLOAD]
+else:
+    os.environ[_AUTOLOAD] = _given
 
 __version__ = "2.8.0.post2"
 unsupported_dtype = [torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8]
