@@ -49,6 +49,7 @@ def test_times_of_all_workers_are_in_the_merged_ones(workers):
     manager = object.__new__(AgentLoopManager)
     manager.rollout_config = OmegaConf.create({"name": "vllm", "use_tqdm": False})
     manager.agent_loop_workers = [Worker() for _ in range(workers)]
+    manager.server_handles = []
     rows = DataProto.from_dict({"row": torch.arange(len(REQUESTS))[:, None]})
     output = manager.generate_sequences(rows)
 
