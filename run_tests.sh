@@ -9,7 +9,7 @@
 # Hardware: 2 cores, 12 GiB, 12 GB of disk, Linux with Python 3.11; no accelerator
 # Duration: about 20 minutes; with --all about 45
 #
-#   --all        also runs the tests marked long (more real runs) and proves that each patch is needed. Without it,
+#   --all        also runs the tests marked long, and proves that each patch is needed. Without it,
 #                only proofs affected by changes are repeated, if data/proofs has earlier ones
 #   --durations  print the time of each file, the slowest tests, and the total
 #

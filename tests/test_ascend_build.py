@@ -16,6 +16,8 @@ from packaging.utils import canonicalize_name
 
 import sources
 
+pytestmark = pytest.mark.long
+
 A3, A2 = "ascend910_9391", "ascend910b3"
 # Of requirements.in, not in .venv: two that need an NPU, and others that nothing here imports.
 NOT_HERE = {"torch-npu", "triton-ascend", "cmake", "decorator", "modelscope", "quart"}

@@ -10,6 +10,8 @@ from wheels import wheels_file
 
 from ascend_rl.launch.check import judge, links
 
+pytestmark = pytest.mark.long
+
 
 def test_a_check_on_the_software_npu(root, tmp_path):
     """Two dies of a node sum over HCCL, by the launcher's way; a die that is not there is an error."""

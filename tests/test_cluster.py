@@ -14,6 +14,8 @@ from test_launcher import TOKEN, Hosts, need_netns
 
 from ascend_rl.launch.launch_plan import SETTINGS
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parent.parent
 MANIFEST = ROOT / "internal/cluster/kubernetes.yaml"
 # As srun: the command once on each node, with its number; the status of the worst; all end when one fails.

@@ -23,6 +23,8 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = ROOT / "Dockerfile.vllm_ascend.mindspeed.qwen3"
 ASCEND = tomllib.loads((ROOT / "frameworks.lock").read_text())["ascend"]

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 TOKEN = "0123456789abcdef0123456789abcdef"
 NAME = os.uname().nodename
 # Each NPU is asked where it is; every node must be among the answers, with its variables.

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from mutations import mutations
 
+pytestmark = pytest.mark.long
+
 TOY = '''
 """A text with 1 and 2."""
 import logging, sys

@@ -559,6 +559,7 @@ def test_deadlines_that_are_met(runner):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.long
 def test_generation_batches_of_a_step_are_progress(runner):
     """Of DAPO's first step too: none is longer than --start and --stall, both steps are."""
     said = DynamicSampling(prompts=2, samples=2, max_batches=0, pass_batches=9).said()
@@ -570,6 +571,7 @@ def test_generation_batches_of_a_step_are_progress(runner):
     assert result.returncode == 124 and "no progress for 1 s after step 0 of 0" in result.stderr
 
 
+@pytest.mark.long
 def test_signs_of_work_are_progress_and_noise_is_none(runner):
     """Of any process; each comes before --start and --stall end the run, which is longer than both."""
     signs = (

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.long
+
 LOUD = "import os; os.write(2, b'imported;')"
 SHOW = """
 import json, os, sys, loud

@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 
 from ascend_rl.weights import converter
 
+pytestmark = pytest.mark.long
+
 STEP = 1.01  # "training": every weight is multiplied
 ACTOR = "actor_rollout_ref.actor"
 # (version of FSDP, size of the fsdp axis, kind of model) by number of ranks

@@ -21,6 +21,8 @@ from megatron_tiny import (
 )
 from ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 LAYOUTS = [
     Layout(),
     Layout(tp=2),

@@ -25,7 +25,7 @@ needs_mindspeed = pytest.mark.skipif(
     not (MINDSPEED / "mindspeed").is_dir(),
     reason="frameworks/mindspeed is absent: ./download_frameworks_source_code.sh --only mindspeed",
 )
-pytestmark = needs_mindspeed
+pytestmark = [needs_mindspeed, pytest.mark.long]
 
 
 def options(**values) -> tuple[str, ...]:

@@ -13,6 +13,8 @@ import torch
 from npu_ground import make_llm, on_ranks, save_random_model
 from test_npu_runner import LAYERS, greedy
 
+pytestmark = pytest.mark.long
+
 SIZES = [1, 2, 4, 8]
 NEW_TOKENS = [6, 9, 12, 15, 18]  # steps with 5, 4, 3, 2 and 1 requests: 5 and 3 are padded
 

@@ -150,6 +150,7 @@ def unmoved(manager):
     return rollout(manager, SKEWED)
 
 
+@pytest.mark.long
 def test_a_skewed_rollout_has_the_same_responses(manager, unmoved, model):
     """Steps say nothing here: the first server's are shorter, so that more of the work may go there."""
     found = moved(manager, SKEWED)

@@ -88,7 +88,9 @@ def resume(rank: int, layout: Layout, path, mcore, directory) -> dict:
     return {"saved": weights_of(worker)} | after(worker)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "overlap")) for name in LAYOUTS]
+)
 def test_the_step_after_a_load_is_that_after_the_save(tmp_path, name):
     layout = LAYOUTS[name]
     path, mcore = make_checkpoint(layout.kind, tmp_path / "model", layers=2), tmp_path / "mcore"

@@ -14,6 +14,8 @@ from ascend_host import MIRROR
 from device_job import ROOT, SITE
 from wheels import CHIPS, wheels_file
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [2] * 20]
 NEW_TOKENS = 8
 PROGRAM = """
