@@ -122,13 +122,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     process group, of which there can be one.
     """
     order = ["tests", "software_npu", "patched", "e2e"]
-    files = {"test_memory_plan.py": 0, "test_left_out.py": 2}
-    items.sort(key=lambda item: (order.index(item.path.parent.name), files.get(item.path.name, 1)))
+    files = {"test_memory_plan.py": 0, "test_left_out.py": 3}
+    longest = ("test_rollout_rebalance.py", "test_mindspeed_hdp.py", "test_npu_eplb.py")  # not at the end
+    files |= dict.fromkeys(longest, 1)
+    items.sort(key=lambda item: (order.index(item.path.parent.name), files.get(item.path.name, 2)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """For pytest -n 2: one process runs all tests of a file: they share fixtures. Proofs share nothing."""
+    """For pytest -n 3: one process runs all tests of a file: they share fixtures. Proofs share nothing."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):

@@ -23,7 +23,7 @@ REPEATABLE = [
     "trainer.val_before_train=False",
     "trainer.test_freq=-1",
 ]
-SAVING = ["trainer.save_freq=3", "trainer.max_actor_ckpt_to_keep=1", "trainer.resume_mode=auto"]
+SAVING = ["trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=1", "trainer.resume_mode=auto"]
 TRAINERS = {
     "fsdp2": ("train_gspo_qwen3_tiny_cpu.sh", ["actor_rollout_ref.actor.strategy=fsdp2"], {}),
     "megatron": (
@@ -42,13 +42,13 @@ def steps(path) -> dict[int, list[float]]:
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_killed_and_resumed(tmp_path, nothing_left_behind, trainer):
-    """SIGKILL of a training worker after step 4; the restart goes on from step 3, and does the same again."""
+    """SIGKILL of a training worker after step 3; the restart goes on from step 2, and does the same again."""
     output = tmp_path / "run"
     script, overrides, variables = TRAINERS[trainer]
-    process = launch(script, output, *REPEATABLE, *SAVING, *overrides, STEPS=7, RESTARTS=1, **variables)
+    process = launch(script, output, *REPEATABLE, *SAVING, *overrides, STEPS=5, RESTARTS=1, **variables)
     metrics = output / "metrics.jsonl"
     deadline = time.monotonic() + PATIENCE_S
-    while not (metrics.exists() and 4 in steps(metrics)):
+    while not (metrics.exists() and 3 in steps(metrics)):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(named(process, "ray::WorkerDict")[0], signal.SIGKILL)
@@ -57,7 +57,7 @@ def test_killed_and_resumed(tmp_path, nothing_left_behind, trainer):
     assert "start 2 of at most 2 follows and goes on from the last checkpoint" in text
     before, after = steps(output / "metrics.1.jsonl"), steps(metrics)
     again = sorted(before.keys() & after.keys())
-    assert min(after) == 4 and max(after) == 7 and again, (sorted(before), sorted(after))
+    assert min(after) == 3 and max(after) == 5 and again, (sorted(before), sorted(after))
     for step in again:
         assert after[step] == pytest.approx(before[step], rel=1e-5, abs=1e-7), step
     assert len({tuple(values) for values in before.values()}) == len(before), "the steps do not differ"

@@ -174,7 +174,10 @@ def gap(stage: dict, model) -> float:
     )
 
 
-@pytest.mark.parametrize("device, parallel, redundant", [("A3", TP, 2), ("A3", DP, 2), ("A2", TP, 0)])
+@pytest.mark.parametrize(
+    "device, parallel, redundant",
+    [("A3", TP, 2), ("A3", DP, 2), pytest.param("A2", TP, 0, marks=pytest.mark.long)],
+)
 def test_the_rollout_follows_the_trainer_and_the_experts(npu_ground, weights, device, parallel, redundant):
     path, files, model = weights
     stages = npu_ground.run(rollouts, "follow", device, str(path), files, parallel, redundant)
@@ -184,6 +187,7 @@ def test_the_rollout_follows_the_trainer_and_the_experts(npu_ground, weights, de
     assert tables[0] == tables[1] != tables[2] == tables[3] != tables[4] == tables[5]
 
 
+@pytest.mark.long
 def test_a_failed_planner_leaves_the_experts_where_they_are(npu_ground, weights):
     path, files, model = weights
     stages = npu_ground.run(rollouts, "outlive_a_planner", "A3", str(path), files, TP, 2)

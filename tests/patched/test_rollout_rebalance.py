@@ -197,6 +197,7 @@ def test_running_requests_move_into_a_smaller_graph(manager, model):
     assert max(difference, model(found.responses)) < 2e-5
 
 
+@pytest.mark.long
 def test_sampled_responses_keep_their_distribution(manager):
     """Token counts of 160 seeded requests, with many moves and with none: within six standard errors."""
     rng, vocabulary = random.Random(0), 32

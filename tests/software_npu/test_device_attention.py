@@ -41,6 +41,7 @@ def tensors(*shape, dtype=torch.bfloat16):
     return dict.fromkeys(("query", "key", "value"), npu(*shape, dtype=dtype))
 
 
+@pytest.mark.long
 @on_npu()
 def test_training_takes_documented_dtypes_and_layouts_only():
     for layout in ("TND", "BSH", "SBH", "BSND", "BNSD"):
