@@ -73,17 +73,22 @@ class Moves(list):
         return move
 
 
-def plan_of_all(results: Any, worker: Any, device: torch.device) -> Any:
-    """What this rank's worker has planned; None on all ranks if that of any has failed. Called by all ranks.
-
-    The rank that has the reason prints it. Plans are parts of one move, with sends and receives, so
-    that none may be carried out alone; and a worker whose plan was not carried out knows the wrong placement.
-    """
+def own_plan(results: Any, worker: Any) -> Any:
+    """What this rank's worker has planned; None if it has failed, whose reason is printed."""
     try:
-        plan = answer(results, worker)
+        return Moves(answer(results, worker))
     except RuntimeError as error:
         print(f"EPLB: experts stay where they are, until the end: {error}", file=sys.stderr, flush=True)
-        plan = None
+        return None
+
+
+def plan_of_all(plan: Any, device: torch.device) -> Any:
+    """This rank's plan; None on all ranks if the worker of any has failed. Called by all ranks.
+
+    Plans are parts of one move, with sends and receives, so that none may be carried out alone; and a worker
+    whose plan was not carried out knows the wrong placement. Call it after a step's last collective: ranks
+    without requests (DP) take their plans there, and a rank that waited before its own would wait for ever.
+    """
     failed = torch.tensor([plan is None], dtype=torch.int32, device=device)
     dist.all_reduce(failed)
-    return None if failed.item() else Moves(plan)
+    return None if failed.item() else plan

@@ -62,6 +62,11 @@ class Rank:
         while self.updator.cur_iterations != iteration:
             self.generate(PROMPTS, 1)
 
+    def take_plans_in_the_last_of(self, steps: int) -> None:
+        """In DP the last rank then has a dummy batch: no step of it may wait for another than the first's."""
+        self.step_to(COLLECT + WAIT - steps)
+        self.generate(PROMPTS, steps)
+
     def stage(self, file: str) -> None:
         """Look: what comes out with the weights of ``file``, and which expert each slot of this rank has."""
         table = []
@@ -99,6 +104,7 @@ def follow(path: str, files: list[str], parallel: str, redundant: int) -> list[d
     engine.stage(files[0])
     engine.sync(files[1])  # before anything has moved
     engine.stage(files[1])
+    engine.take_plans_in_the_last_of(NEW_TOKENS)
     engine.step_to(0)  # all layers have moved
     engine.stage(files[1])
     engine.sync(files[2])
