@@ -32,6 +32,19 @@ TRAINERS = {
         {"environment": "cpu_megatron_env.sh", "NPUS_PER_NODE": 2},
     ),
 }
+MEGATRON = "actor_rollout_ref.actor.megatron"
+if os.environ.get("ALL_RECIPES") == "1":
+    # A recipe's own path: the device npu, MindSpeed and its swapped optimizer.
+    TRAINERS["rehearsal"] = (
+        "train_gspo_qwen3_30b_a3b_16die_true_weight.sh",
+        [
+            f"+{MEGATRON}.override_transformer_config.swap_optimizer=True",
+            f"{MEGATRON}.optimizer_offload=False",
+            "data.train_batch_size=8",  # two updates: the second is after what the checkpoint's moments made
+            "actor_rollout_ref.actor.optim.lr=3e-4",
+        ],
+        {"environment": "qwen3_30b_a3b_env.sh", "SMOKE": 1},
+    )
 SAME = ("actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/rewards/mean", "response_length/mean")
 
 
