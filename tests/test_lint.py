@@ -147,6 +147,7 @@ OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("rollout.model_len", "megatron", f"{ROLLOUT}.max_model_len=10239"),
     ("rollout.graph_sizes", "megatron", SPECULATE),
     ("rollout.options", "megatron", f"{SPECULATE} +{VLLM}.compilation_config.cudagraph_mode=FULL"),
+    ("rollout.options", "megatron", f"{SPECULATE} +{VLLM}.async_scheduling=True"),
     ("rollout.options", "megatron", f"+{VLLM}.additional_config.hccl_op_expansion_mode.tp=AICPU"),
     ("rollout.options", "fsdp", f"+{VLLM}.additional_config={{enable_static_kernel:True}}"),
     ("rollout.log_probs_needed", "megatron", "algorithm.rollout_correction.bypass_mode=True"),

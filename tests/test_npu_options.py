@@ -87,6 +87,13 @@ CONFLICTS = {
     "no common stride with two": (drafts(2), {"shared_by": 2}, "FLASHCOMM1"),
     "an unknown domain": (extra(hccl_op_expansion_mode={"mc2": "AIV"}), {}, "one of world"),
     "an unknown mode": (extra(hccl_op_expansion_mode={"tp": "AICPU"}), {}, "AI_CPU"),
+    "drafts and scheduling ahead": (drafts(3, async_scheduling=True), {}, "EAGLE and MTP"),
+    "stages and scheduling ahead": (
+        {"async_scheduling": True, "pipeline_parallel_size": 2}, {}, "pipeline_parallel_size=1",
+    ),
+    "Ray and scheduling ahead": (
+        {"async_scheduling": True, "distributed_executor_backend": "ray"}, {}, "one of mp, uni",
+    ),
     "no domain": (extra(hccl_op_expansion_mode="AIV"), {}, "tp=AI_CPU"),
 }  # fmt: skip
 
@@ -106,6 +113,9 @@ def test_what_contradicts_is_refused(name):
     {},
     {"speculative_config": SAM},
     {"speculative_config": {"method": "eagle3", "model": "drafter"}},  # its config.json says how many
+    {"async_scheduling": True},
+    {"async_scheduling": True, "speculative_config": {"method": "eagle3", "model": "drafter"}},
+    drafts(3, async_scheduling=False),
     extra(**EX, enable_static_kernel=False),
     extra(**EX) | {"compilation_config": FULL},
     extra(hccl_op_expansion_mode=dict.fromkeys(DOMAINS, "HOST")),

@@ -101,10 +101,14 @@ class CallCollector:
 
 
 def collect_between(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """The method ``step`` of an engine; with ROLLOUT_DISABLE_GC=1 it collects after the step, not in it."""
+    """The method ``step`` of an engine; with ROLLOUT_DISABLE_GC=1 it collects after the step, not in it.
+
+    Counts collections within steps, and with asynchronous scheduling the steps begun while another ran.
+    """
 
     def watched(engine: Any) -> bool:
-        before = collections()
+        before, under_way = collections(), getattr(engine, "batch_queue", None)
+        count("scheduled_ahead", int(bool(under_way)))
         try:
             return step(engine)
         finally:

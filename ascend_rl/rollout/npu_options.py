@@ -4,7 +4,8 @@ Problem: the options come from rollout.*, from engine_kwargs.vllm and from envir
 vllm-ascend 0.13.0 settles contradictions by switching one side off with a line in a log: npugraph_ex next to
 PIECEWISE graphs, options under the names of later releases, verl's MTP next to a speculative_config.
 Idea: everything is compared before the engine starts, in verl's server and in the linter alike; each
-contradiction names the key and what to do. What vLLM itself refuses with a clear message is left to it.
+contradiction names the key and what to do. What vLLM itself refuses with a clear message is left to it; but
+of asynchronous scheduling the linter should tell before a cluster starts.
 Invariants: nothing is changed but compilation_config.cudagraph_mode, and that only on an NPU where none is
 given; without a contradiction all other options reach the engine as given. Cost: O(number of options).
 """
@@ -24,6 +25,7 @@ DOMAINS = ("world", "tp", "pcp", "dcp", "pp", "dp", "ep")  # vLLM's groups; mc2 
 ENGINE_OPTIONS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 CONFIGS = ("compilation_config", "speculative_config", "additional_config")
 FULL_GRAPHS = ("FULL_DECODE_ONLY", "FULL")
+AHEAD_EXECUTORS = ("mp", "uni", "external_launcher")  # of asynchronous scheduling; verl's is mp
 MAX_DECODE_TOKENS = 16  # tokens of a request that the attention operator takes in layout TND
 # Names of later releases of vllm-ascend, ignored by 0.13.0, and its own.
 LATER = {
@@ -120,6 +122,28 @@ def _speculation(
         )
 
 
+def _scheduling(options: Mapping[str, Any]) -> Iterator[Conflict]:
+    """Steps scheduled before the one before has ended, which vLLM 0.13 does for some engines only."""
+    if not options.get("async_scheduling"):
+        return
+    method = str((options.get("speculative_config") or {}).get("method", ""))
+    if "speculative_config" in options and method not in ("eagle", "eagle3") and not method.endswith("mtp"):
+        yield (
+            "async_scheduling",
+            "vLLM schedules ahead of no drafts but those of EAGLE and MTP",
+            "leave async_scheduling or speculative_config out",
+        )
+    if (options.get("pipeline_parallel_size") or 1) > 1:
+        yield "async_scheduling", "vLLM has none with pipeline stages", "set pipeline_parallel_size=1"
+    executor = options.get("distributed_executor_backend") or "mp"
+    if executor not in AHEAD_EXECUTORS:
+        yield (
+            "async_scheduling",
+            f"vLLM has none with the executor {executor!r}",
+            f"set distributed_executor_backend to one of {', '.join(AHEAD_EXECUTORS)}",
+        )
+
+
 def _domains(extra: Mapping[str, Any]) -> Iterator[Conflict]:
     """Where collectives of a communication domain are laid out."""
     where, modes = "additional_config.hccl_op_expansion_mode", extra.get("hccl_op_expansion_mode") or {}
@@ -145,7 +169,7 @@ def conflicts(
         mtp: rollout.mtp is enabled for the rollout.
         shared_by: TP size where VLLM_ASCEND_ENABLE_FLASHCOMM1 is on, else 1.
     """
-    found = list(_speculation(options, npu, eager, mtp, shared_by))
+    found = [*_speculation(options, npu, eager, mtp, shared_by), *_scheduling(options)]
     extra = options.get("additional_config") or {}
     if npu:
         found += [*_graphs(options, extra, eager), *_domains(extra)]
