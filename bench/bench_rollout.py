@@ -54,6 +54,7 @@ FIT_SEEDS = 64
 LOOK_STEPS = 20  # how often ours looks, about every two seconds; the published practice: 1000 steps
 LEVELS = [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
 PATIENCE = 2
+EAGER = (1, 1.2, 2, 7.5)  # published: graphs save 15 to 20%; vllm-ascend#16049: 7.5 times
 STEP_S = 0.1  # the shortest decode step takes 0.07 s; differences below it are none
 SEER_CHUNK = 8192
 
@@ -206,7 +207,9 @@ class Ours:
     def worth_ms(self, simulation: Simulation, tokens: float) -> float:
         cost = simulation.cluster.cost
         each = cost.kv_bytes / cost.link_bytes_per_ms if self.carry_kv else cost.prefill_ms
-        return PATIENCE * (cost.check_ms + tokens * each)
+        step_ms = simulation.step_ms(int(simulation.n_running.max()), simulation.used.max())
+        eager_ms = 0.0 if self.carry_kv else (cost.eager - 1) * step_ms
+        return PATIENCE * (cost.check_ms + tokens * each + eager_ms)
 
     def lightest(self, simulation: Simulation) -> float:
         """Tokens of the smallest request on the fullest rank: no plan can move less."""
@@ -333,6 +336,8 @@ MOVERS = [
     "ours: earlier lengths + replay" + FEWER,
     "ours: earlier lengths + KV" + FEWER,
 ]
+
+CHARGED = ["verl 0.7.1", "interleaved", "two-phase, interleaved", *PLACEMENTS[4:6], *MOVERS[6:]]
 
 
 def models(path: Path) -> dict[str, Callable[[int], Batch]]:
@@ -575,7 +580,7 @@ def compare(make: dict[str, Callable[[int], Batch]], seeds: int, bars: list, dat
 
 
 def trade_offs(seeds: int, data: dict) -> None:
-    """Siblings that have ended; servers with their own clocks and queues."""
+    """Siblings that have ended; servers with their own clocks and queues; steps without a graph."""
     print("\n4. Replay, queues sorted by siblings that have ended in this step: seconds without, with")
     data["siblings"] = {}
     for places in (128, 96, 64):
@@ -619,6 +624,22 @@ def trade_offs(seeds: int, data: dict) -> None:
         print(
             f"   {name:<32} {row[0]:6.0f} s, idle {row[1]:5.2f}%, {row[2]:4.0f} moves, {row[3]:.0f} preempted"
         )
+    charge_eager(seeds, data)
+
+
+def charge_eager(seeds: int, data: dict) -> None:
+    """A prefill on one rank takes the graph from all: one step so many times as long as with its graph."""
+    print("\n   a step with a prefill, times one with a graph: seconds (moves)")
+    data["eager"] = {}
+    for name in CHARGED:
+        row = {}
+        for times in EAGER:
+            cluster = replace(QWEN, cost=replace(QWEN.cost, eager=times))
+            results = [run(name, draw_lengths(256, 16, seed), cluster) for seed in range(seeds)]
+            row[times] = (mean(r.makespan_s for r in results), mean(r.moves for r in results))
+        data["eager"][name] = row
+        cells = (f"{times:g}: {seconds:6.0f} ({moves:3.0f})" for times, (seconds, moves) in row.items())
+        print(f"   {name:<48}", *cells)
 
 
 def time_planner(bars: list, data: dict) -> None:

@@ -9,7 +9,8 @@ request, to be recomputed. A decode step takes
 
 with m running requests, S their tokens, L the longest of them, ``graph`` the smallest captured size that
 holds m. In lockstep all wait for the largest graph and the largest attention. Requests move by replay (their
-tokens are prefilled again) or with their KV over a link, while the step waits.
+tokens are prefilled again) or with their KV over a link, while the step waits. A step with a prefill has no
+graph, in lockstep on no rank: it takes ``eager`` times as long, besides the prefill.
 
 Events are exact: between completions, admissions and preemptions only S and L change, and they grow
 linearly. In lockstep, the rank with the slowest attention is determined once per event, at its midpoint.
@@ -40,6 +41,7 @@ class Cost:
         kv_bytes: for one token, on each of the rank's dies.
         link_bytes_per_ms: from one die to another.
         check_ms: time to collect the state of all ranks and plan.
+        eager: a step without a graph takes so many times one with.
     """
 
     base_ms: float
@@ -51,6 +53,7 @@ class Cost:
     kv_bytes: int
     link_bytes_per_ms: float
     check_ms: float
+    eager: float = 1.0
 
 
 # Fitted, see docs/rollout_rebalance.md. Prefill: 5000 tokens/s a rank of four dies. KV: 94 layers, one KV
@@ -200,6 +203,7 @@ def _advance(
     tail,
     used,
     seen,
+    fresh,
     pending_ms,
     last_ms,
     cost,
@@ -214,7 +218,7 @@ def _advance(
 
     totals: decoded tokens, prefilled tokens, preemptions.
     """
-    base, gear_cost, batch_cost, context, padded, prefill = cost
+    base, gear_cost, batch_cost, context, padded, prefill, eager = cost
     ranks, step = hi - lo, 0
     born = np.zeros(len(done), np.int64)  # the step at which a running request would have had no token
     ends, oldest = np.zeros(hi, np.int64), np.zeros(hi, np.int64)
@@ -234,11 +238,12 @@ def _advance(
                         raise ValueError("a request is larger than the KV of a server")
                     break
                 head[r] += 1
-                fresh = 0 if cached[i] else done[i] + (1 if seen[group[i], r] else prompt[i])
+                new = 0 if cached[i] else done[i] + (1 if seen[group[i], r] else prompt[i])
                 cached[i] = False
                 seen[group[i], r] = True
-                pending_ms[r] += fresh * prefill
-                totals[1] += fresh
+                fresh[r] += new
+                pending_ms[r] += new * prefill
+                totals[1] += new
                 running[r, n_running[r]] = i
                 n_running[r] += 1
                 used[r] += tokens
@@ -283,10 +288,13 @@ def _advance(
         if k == 0:
             continue
         graph = _gear(most, gears)
-        wait, longest = 0.0, -(1 << 60)
+        wait, longest, slower = 0.0, -(1 << 60), 1.0
         for r in range(lo, hi):
             wait = max(wait, pending_ms[r])
             pending_ms[r] = 0.0
+            if fresh[r] > 0 and eager != 1.0:
+                slower, k = eager, 1
+            fresh[r] = 0
             longest = max(longest, oldest[r])
         longest += step
         step_ms = 0.0
@@ -296,6 +304,7 @@ def _advance(
                 m = n_running[r]
                 slowest = max(slowest, batch_cost * m + context / 1000 * (used[r] + m * (k - 1) / 2))
             step_ms = base + gear_cost * graph + slowest + padded / 1000 * graph * (longest + (k - 1) / 2)
+            step_ms *= slower
             fits = max(1, int(min((until_ms - clock[lo] - wait) / step_ms + 1, 1e15)))
             if fits >= k:
                 break
@@ -378,6 +387,7 @@ class Simulation:
         self.tail = self.head.copy()
         self.used = np.zeros(ranks, np.int64)
         self.seen = np.zeros((len(batch.earlier), ranks), np.bool_)
+        self.fresh = np.zeros(ranks, np.int64)  # tokens to prefill in the next step
         self.pending_ms = np.zeros(ranks)
         self.clock = np.zeros(ranks)
         self.last_ms = np.zeros(ranks)
@@ -391,6 +401,7 @@ class Simulation:
             cost.context_ms,
             cost.padded_ms,
             cost.prefill_ms,
+            cost.eager,
         )
         self._gears = np.asarray(sorted(cluster.gears), np.int64)
         for i in np.arange(count) if order is None else order:
@@ -488,6 +499,7 @@ class Simulation:
                 self.tail,
                 self.used,
                 self.seen,
+                self.fresh,
                 self.pending_ms,
                 self.last_ms,
                 self._cost,

@@ -67,10 +67,10 @@ def step_by_step(batch: Batch, cluster: Cluster, rank: list[int]) -> dict:
         prefilled += sum(stall)
         graph = min(gear for gear in gears if gear >= max(map(len, running)))
         longest = max(int(batch.prompt[i]) + done[i] for requests in running for i in requests)
-        clock += cost.prefill_ms * max(stall) + cost.base_ms + cost.gear_ms * graph
-        clock += max(cost.batch_ms * len(requests) + cost.context_ms / 1000 * used(server)
-                     for server, requests in enumerate(running))  # fmt: skip
-        clock += cost.padded_ms / 1000 * graph * longest
+        step_ms = cost.base_ms + cost.gear_ms * graph + cost.padded_ms / 1000 * graph * longest
+        step_ms += max(cost.batch_ms * len(requests) + cost.context_ms / 1000 * used(server)
+                       for server, requests in enumerate(running))  # fmt: skip
+        clock += cost.prefill_ms * max(stall) + step_ms * (cost.eager if any(stall) else 1)
         for server, requests in enumerate(running):
             for i in list(requests):
                 done[i] += 1
@@ -90,15 +90,17 @@ def rollouts(draw):
 
 
 @settings(max_examples=150, deadline=None)
-@given(rollouts(), st.sampled_from([40, 60, 1000]))
-@example((batch_of([5, 5, 5, 5, 5, 5, 7], [3, 7, 1, 10], [0, 0, 3, 3, 0, 3, 0]), [1, 1, 0, 0, 2, 0, 2]), 40)
-def test_events_equal_a_simulation_step_by_step(rollout, capacity):
+@given(rollouts(), st.sampled_from([40, 60, 1000]), st.sampled_from([1.0, 3.0]))
+@example(
+    (batch_of([5, 5, 5, 5, 5, 5, 7], [3, 7, 1, 10], [0, 0, 3, 3, 0, 3, 0]), [1, 1, 0, 0, 2, 0, 2]), 40, 1.0
+)
+def test_events_equal_a_simulation_step_by_step(rollout, capacity, eager):
     """Queues, KV, preemption, graphs, prefill with prefix hits; each request generates its response exactly.
 
     Attention is evaluated in the middle of an event. That is exact unless the slowest rank changes within it.
     """
     batch, rank = rollout
-    cluster = replace(CLUSTER, kv_capacity_tokens=capacity)
+    cluster = replace(CLUSTER, kv_capacity_tokens=capacity, cost=replace(COST, eager=eager))
     expected = step_by_step(batch, cluster, rank)
     simulation = Simulation(batch, cluster, np.array(rank))
     simulation.advance(1 << 60)
