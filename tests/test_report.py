@@ -466,6 +466,63 @@ def test_the_page_needs_no_other_file(run, tmp_path):
     assert [text for text in changed[1:] if text] == cells
 
 
+NARROW, WIDE = 400, 1200
+BROKEN = """[...document.querySelectorAll("td")].filter(cell => {
+    const text = cell.firstChild, range = document.createRange();
+    if (!text || cell.textContent.trim().includes(" ") || cell.textContent.length > 12) return false;
+    range.selectNodeContents(cell);
+    return range.getClientRects().length > 1;
+}).map(cell => cell.textContent)"""
+
+
+def of_engines(number: int) -> dict:
+    """What the engines and the trainer of a long run say, in figures as wide as they get."""
+    held = {f"rollout/requests/server_{engine}/max": 256 - engine for engine in range(4)}
+    mfu = {f"perf/mfu/{phase}": 0.3 for phase in ("actor", "actor_infer", "rollout")}
+    shares = {"rollout/spec_acceptance": 0.55, "rollout/graph_share": 0.96}
+    return {
+        "rollout/kv_cache_usage/max": 0.1 * number,
+        "rollout/num_preempted": 1000 * number,
+        "timing_s/step": 7795.574,
+        "timing_s/gen": 6600.0,
+        "perf/throughput": 1792.6,
+        "training/rollout_probs_diff_max": 0.15,
+        **held,
+        **mfu,
+        **shares,
+    }
+
+
+def test_the_page_in_a_browser(tmp_path):
+    """Two long runs, on a desk and a phone: nothing is cut, no figure breaks, every picture shows."""
+    from browser import browser, tab
+
+    if (executable := browser()) is None:
+        pytest.skip("no Chromium here, and npm cannot get one")
+    rows = records()
+    for row in rows[1:]:
+        row["data"] |= of_engines(row["step"])
+    runs = [write(tmp_path / name, rows) for name in ("run", "another_run")]
+    key = "+actor_rollout_ref.rollout.engine_kwargs.vllm.an_option_with_a_name_that_goes_on_and_on"
+    given = ["data.train_batch_size=256", f"{key}=/data/{'long/' * 12}path"]
+    (runs[0] / "hydra/.hydra").mkdir(parents=True)
+    (runs[0] / "hydra/.hydra/overrides.yaml").write_text(json.dumps(given))
+    (runs[0] / "run.json").write_text(json.dumps({"overrides": given}))
+    assert command(*runs, "--html").returncode == 0
+    with tab(executable) as page:
+        for width, dark in ((WIDE, False), (NARROW, False), (WIDE, True)):
+            page.load(runs[0] / "report.html", width, dark)
+            assert page.ask("innerWidth") == width
+            assert page.ask("document.documentElement.scrollWidth <= innerWidth"), width
+            assert page.ask(BROKEN) == [], width
+            shown = page.ask("[...document.images].map(one => [one.naturalWidth, one.width])")
+            assert len(shown) == 3 and all(there > 600 and seen > 0.7 * width for there, seen in shown)
+            picture = matplotlib.image.imread(io.BytesIO(page.picture()), "png")[..., :3]
+            corner = picture[4, 4].mean()
+            assert (corner < 0.3) if dark else (corner > 0.9)  # the page's own ground
+            assert picture.std() > 0.1
+
+
 IDLE = "the rollout is 85% of a step, of which the mean request is idle for 24%"
 HEALTHY = {
     "critic/rewards/mean": 0.5,

@@ -190,6 +190,15 @@ def shortfalls(report: dict, min_reward: float, max_probs_diff: float | None) ->
     return problems
 
 
+def seconds(value: float) -> str:
+    """In three digits at least.
+
+    >>> seconds(0.0514), seconds(7795.574)
+    ('0.051', '7796')
+    """
+    return f"{value:.{3 if value < 10 else 1 if value < 100 else 0}f}"
+
+
 def lines(report: dict) -> list[tuple[str, str]]:
     """The figures for people, (name, value)."""
 
@@ -210,8 +219,8 @@ def lines(report: dict) -> list[tuple[str, str]]:
         ("prompt and response tokens/s and die", show(report["tokens_per_s_die"], 1)),
         ("  in the time of the rollout", show(report["rollout_tokens_per_s_die"], 1)),
         ("  in the time of the update", show(report["update_tokens_per_s_die"], 1)),
-        ("median step (s)", show(report["median_step_s"])),
-        *((f"  {name}", show(value)) for name, value in report["median_phase_s"].items()),
+        ("median step (s)", seconds(report["median_step_s"])),
+        *((f"  {name}", seconds(value)) for name, value in report["median_phase_s"].items()),
         *((f"predicted: {name} (s)", show(value, 0)) for name, value in report["predicted_s"].items()),
         *((name, detail(details[key], *how)) for key, (name, *how) in DETAILED.items() if key in details),
         ("whole run (s)", show(report["wall_s"], 0)),
@@ -253,7 +262,9 @@ def draw_times(axes, runs: list[tuple[str, list[dict]]]) -> None:
     if present:
         axes.stackplot([row["step"] for row in first], *present.values(), labels=present)
         typical = statistics.median(row["timing_s/step"] for row in first)
-        axes.set(title=f"step time (s), median {typical:.2f}", ylim=(0, 3 * typical))
+        whole = filter(math.isfinite, map(sum, zip(*present.values(), strict=True)))
+        top = 1.05 * min(max(whole, default=1), 3 * typical)  # a step that saves may take long
+        axes.set(title=f"step time (s), median {seconds(typical)}", ylim=(0, top or 1))
 
 
 def draw_requests(axes, runs: list[tuple[str, list[dict]]]) -> None:
@@ -276,15 +287,24 @@ def draw_mfu(axes, runs: list[tuple[str, list[dict]]]) -> None:
         if key.startswith("perf/mfu/") and any(key in row for row in runs[0][1]):
             axes.plot(*series(runs[0][1], key), label=name.removeprefix("MFU of "), linewidth=1.2)
     axes.set(title="MFU", ylim=(0, None))
+    as_percent(axes)
 
 
-def curve(title: str, key: str, scale: str = "linear"):
+def curve(title: str, key: str, scale: str = "linear", percent: bool = False):
     def draw(axes, runs: list[tuple[str, list[dict]]]) -> None:
         for name, rows in runs:
             axes.plot(*series(rows, key), label=name, linewidth=1.2)
         axes.set(title=title, yscale=scale)
+        if percent:
+            as_percent(axes)
 
     return draw
+
+
+def as_percent(axes) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
 
 
 SUMMARY = (
@@ -303,12 +323,12 @@ DETAILS = (
 REQUESTS = "rollout/requests/"
 # Drawn if the first run has a metric that begins so.
 ENGINES = {
-    USAGE: curve("KV cache use, highest of a step", USAGE),
+    USAGE: curve("KV cache use, highest of a step", USAGE, percent=True),
     PREEMPTED: curve("preemptions a step", PREEMPTED),
     REQUESTS: draw_requests,
     "perf/mfu/": draw_mfu,
-    ACCEPTANCE: curve("drafted tokens that were accepted", ACCEPTANCE),
-    GRAPH_SHARE: curve("engine steps that replay a graph", GRAPH_SHARE),
+    ACCEPTANCE: curve("drafted tokens that were accepted", ACCEPTANCE, percent=True),
+    GRAPH_SHARE: curve("engine steps that replay a graph", GRAPH_SHARE, percent=True),
 }
 
 

@@ -19,7 +19,7 @@ from ascend_rl.recipe import report
 
 STYLE = """body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left}
-td{overflow-wrap:anywhere;white-space:pre-wrap}img{max-width:100%}
+td{overflow-wrap:anywhere;white-space:pre-wrap;min-width:5.5em}img{max-width:100%}
 .warning{border-left:.3em solid #d80;padding-left:.7em}
 @media(prefers-color-scheme:dark){body{background:#222;color:#ddd}img{background:#fff}}"""
 REQUEST_MEAN, REQUEST_MAX = (f"timing_s/agent_loop/generate_sequences/{one}" for one in ("mean", "max"))
@@ -149,7 +149,9 @@ def page(
     found = list(warnings(rows[0], sum(overrides(directories[0]), [])))
     changed, engines = difference(directories[0]), report.of_engines(rows[0])
     parts = [
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(names[0])}</title>',
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width">',  # phones lay out for a desk otherwise
+        f"<title>{escape(names[0])}</title>",
         f"<style>{STYLE}</style></head><body><h1>{escape(names[0])}</h1>",
         "<h2>Warnings</h2>",
         *(f'<p class="warning">{escape(text)}</p>' for text in found or ["none"]),
