@@ -67,6 +67,9 @@ def test_a_fix_that_is_a_command_line_is_pasted():
         "report",
         "rehearsal",
         "data",
+        "tiny",
+        "evaluate",
+        "export",
         "preflight.lint_roll",
     ],
 )

@@ -242,7 +242,16 @@ def make(out: Path, arguments: argparse.Namespace, description: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Make the tiny Qwen3, its tokenizer and its task.")
+    parser = argparse.ArgumentParser(
+        prog="python -m ascend_rl.tiny",
+        description="Make the tiny Qwen3, its tokenizer and its task.",
+        epilog="""Examples:
+  python -m ascend_rl.tiny --out data/tiny
+  python -m ascend_rl.tiny --out data/tiny_moe --moe
+
+Writes model/, train.parquet and val.parquet into --out, which appears when it is complete.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--out", type=Path, required=True, help="directory to make; left alone if it is complete"
     )
