@@ -279,8 +279,7 @@ def save_megatron(rank: int, layouts: list[Layout], paths: dict, folder: Path, m
                 f"{ACTOR}.megatron.use_dist_checkpointing=True",
             ]
             options += [f"{ACTOR}.megatron.dist_checkpointing_path={mcore}"]
-        contents = "model,extra" if layout.kind == "moe" else "model,optimizer,extra"
-        options += [f"{ACTOR}.checkpoint.save_contents=[{contents}]"]
+        options += [f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra]"]
         plain = Layout(layout.kind, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
         worker = make_worker(plain, paths[layout.kind], *options)
         with torch.no_grad():
