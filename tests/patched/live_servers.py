@@ -1,4 +1,7 @@
-"""Real vLLM servers of verl behind its agent loop, without a trainer, for test_rollout_rebalance.py."""
+"""Real vLLM servers of verl behind its agent loop, without a trainer.
+
+For test_rollout_rebalance.py and bench/bench_rollout_engine.py.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,16 @@ class Servers(AgentLoopManager):
     """The manager, with servers that have no training workers beside them.
 
     The first has one engine; the second is what verl launches for large EP: two engines, which share the
-    experts and step together.
+    experts and step together. ``environment`` are variables of the servers, ``devices`` what each may see.
     """
+
+    engines, devices, environment = (1, 2), ("", ""), {}
 
     async def _initialize_llm_servers(self):
         self.rollout_replicas = []
-        server = ray.remote(vLLMHttpServer).options(max_concurrency=1000)
+        server = ray.remote(vLLMHttpServer).options(
+            max_concurrency=1000, runtime_env={"env_vars": self.environment}
+        )
         self.server_handles = [
             server.remote(
                 config=OmegaConf.merge(
@@ -56,9 +63,9 @@ class Servers(AgentLoopManager):
                 node_rank=0,
                 gpus_per_node=engines,
                 nnodes=1,
-                cuda_visible_devices="",
+                cuda_visible_devices=devices,
             )
-            for rank, engines in enumerate((1, 2))
+            for rank, (engines, devices) in enumerate(zip(self.engines, self.devices, strict=True))
         ]
         await asyncio.gather(*(server.launch_server.remote() for server in self.server_handles))
         addresses = await asyncio.gather(*(s.get_server_address.remote() for s in self.server_handles))
@@ -104,12 +111,13 @@ def configuration(model: Path, directory: Path, *overrides: str):
         return compose("ppo_trainer", [f"actor_rollout_ref.model.path={model}", *given, *overrides])
 
 
-def batch(sampling: list[dict]) -> DataProto:
-    """One prompt of the tiny task a row."""
+def batch(sampling: list[dict], samples: int = 1) -> DataProto:
+    """A request a row; as many as ``samples`` next to each other have the same prompt of the tiny task."""
     columns = {
         "sampling": sampling,
         "raw_prompt": [
-            [{"role": "user", "content": f"{i % 50 + 10}+{i * 7 % 90 + 10}"}] for i in range(len(sampling))
+            [{"role": "user", "content": f"{i % 50 + 10}+{i * 7 % 90 + 10}"}]
+            for i in (row // samples for row in range(len(sampling)))
         ],
     }
     arrays = {name: np.empty(len(sampling), dtype=object) for name in columns}
