@@ -304,11 +304,12 @@ def test_a_worker_whose_ray_is_killed(hosts):
 def test_a_run_is_started_again_until_the_same_step_fails_twice(hosts, tmp_path):
     """First a worker loses its Ray at step 3, then training fails at step 5, and again at step 5.
 
-    Each start goes on with all nodes, and its log stays.
+    Each start goes on with all nodes, and its log stays, as do the options that verl writes to hydra/.
     """
     h = hosts(2)
     script = f"""
         echo start >>{tmp_path}/starts
+        mkdir -p "$OUTPUT_DIR/hydra" && cp {tmp_path}/starts "$OUTPUT_DIR/hydra/"
         step() {{ printf 'Training Progress: 1%%|#| %s/9 [00:05<02:00]\n' $1; }}
         step 3
         if [ "$(wc -l <{tmp_path}/starts)" = 1 ]; then echo WAITING; sleep 300; fi
@@ -330,6 +331,8 @@ def test_a_run_is_started_again_until_the_same_step_fails_twice(hosts, tmp_path)
     logs = sorted(path.name for path in (tmp_path / "out").glob("train*.log"))
     assert logs == ["train.1.log", "train.2.log", "train.log"]
     assert "WAITING" in (tmp_path / "out/train.1.log").read_text()
+    for start, directory in enumerate(("hydra.1", "hydra.2", "hydra"), start=1):
+        assert (tmp_path / "out" / directory / "starts").read_text() == start * "start\n"
 
 
 def test_a_spare_node_takes_the_place_of_a_lost_one(hosts, tmp_path):

@@ -359,7 +359,8 @@ def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
     try:
         plan.log_dir.mkdir(parents=True, exist_ok=True)
         log_file(plan).parent.mkdir(parents=True, exist_ok=True)
-        set_aside([log_file(plan), *([plan.output_dir / "metrics.jsonl"] if plan.role == "head" else [])])
+        written = ("metrics.jsonl", "hydra", "run.json") if plan.role == "head" else ()
+        set_aside([log_file(plan), *(plan.output_dir / name for name in written)])
         if plan.role == "head":  # for report.html: what differs from the recipe
             started = {"script": plan.script, "env_script": plan.env_script, "overrides": plan.overrides}
             (plan.output_dir / "run.json").write_text(json.dumps(started))
