@@ -19,6 +19,7 @@ file appears under its name only when it is complete. Memory and time are linear
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -199,11 +200,21 @@ def write(path: Path, problems: list[Problem], data_source: str, split: str) -> 
 
 
 def fetch(dataset: Dataset, source: str, split: str) -> Path:
-    """Download a split's file, or resume the download; returns its path in the cache."""
+    """Download a split's file, or resume the download; returns its path in the cache.
+
+    Raises:
+        CannotWork: the file was damaged on the way; it is not kept.
+    """
     if source == "hf":
         from huggingface_hub import hf_hub_download
 
-        return Path(hf_hub_download(dataset.hf, dataset.files[split], repo_type="dataset"))
+        path = Path(hf_hub_download(dataset.hf, dataset.files[split], repo_type="dataset"))
+        content = path.resolve()  # the client looks at its size only; its name there says what is in it
+        if damaged(content):
+            path.unlink()
+            content.unlink(missing_ok=True)
+            raise CannotWork(f"{dataset.files[split]} of {dataset.hf} is damaged and was removed: try again")
+        return path
     try:
         from modelscope.hub.file_download import dataset_file_download
     except ImportError:
@@ -211,6 +222,15 @@ def fetch(dataset: Dataset, source: str, split: str) -> Path:
             "ModelScope's client is not installed: pip install modelscope, or give --source hf or a file"
         ) from None
     return Path(dataset_file_download(dataset.modelscope, dataset.files[split]))
+
+
+def damaged(path: Path) -> bool:
+    """A file of Hugging Face's cache is not what it is named after: its sha256, or git's sha1 of it."""
+    if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", path.name):
+        return False  # a cache without symbolic links has other names
+    content = path.read_bytes()
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
+    return path.name not in (hashlib.sha256(content).hexdigest(), git.hexdigest())
 
 
 def prepare(

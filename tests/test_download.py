@@ -1,0 +1,157 @@
+"""Named data sets from a hub: in their published forms, cut off, and damaged on the way.
+
+The hub here is a server of this machine that answers as Hugging Face's does: the name of a large file is its
+sha256, that of a small one git's sha1 of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+PROBLEMS = 30
+BROKEN_OFF = 1000  # bytes, then the connection ends
+
+
+def parquet(rows: list[dict]) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+def aime(i: int) -> dict:
+    return {
+        "data_source": "aime",
+        "prompt": [{"role": "user", "content": f"Solve number {i}. The last line is Answer: $Answer."}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": str(i), "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": str(i), "raw_problem": f"number {i}", "split": None},
+    }
+
+
+def math500(i: int) -> dict:
+    taken = {"problem": f"What is ${i}/2$?", "solution": f"It is $\\boxed{{{i / 2}}}$.", "answer": f"{i / 2}"}
+    return taken | {"subject": "Prealgebra", "level": 1, "unique_id": f"test/prealgebra/{i}.json"}
+
+
+GSM8K = [
+    {"question": f"{i} and {i}?", "answer": f"<<{i}+{i}={2 * i}>>\n#### {2 * i}"} for i in range(PROBLEMS)
+]
+FILES = {
+    "aime": (
+        "BytedTsinghua-SIA/AIME-2024",
+        "data/aime-2024.parquet",
+        parquet([aime(i) for _ in range(32) for i in range(PROBLEMS)]),  # as published: each 32 times
+    ),
+    "gsm8k": ("openai/gsm8k", "main/test-00000-of-00001.parquet", parquet(GSM8K)),
+    "math500": (
+        "HuggingFaceH4/MATH-500",
+        "test.jsonl",
+        "".join(json.dumps(math500(i)) + "\n" for i in range(PROBLEMS)).encode(),
+    ),
+}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.answer()
+
+    def do_GET(self):
+        self.answer()
+
+    def answer(self):
+        places = {f"/datasets/{repo}/resolve/main/{file}": name for name, (repo, file, _) in FILES.items()}
+        if self.path not in places:
+            self.send_error(404)
+            return
+        name = places[self.path]
+        content = FILES[name][2]
+        begin = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        self.send_response(206 if self.headers["Range"] else 200)
+        self.send_header("X-Repo-Commit", 40 * "a")
+        if name == "math500":
+            sha = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        else:
+            sha = hashlib.sha256(content).hexdigest()
+            self.send_header("X-Linked-Size", str(len(content)))
+            self.send_header("X-Linked-Etag", f'"{sha}"')
+        self.send_header("ETag", f'"{sha}"')
+        self.send_header("Content-Length", str(len(content) - begin))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.server.begins.append(begin)
+        if self.server.damages:
+            content = content[:-100] + bytes(100)
+        self.wfile.write(content[begin:BROKEN_OFF] if self.server.breaks_off else content[begin:])
+
+
+@pytest.fixture
+def hub():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.begins, server.damages, server.breaks_off = [], False, False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def load(hub, home, name: str) -> subprocess.CompletedProcess:
+    """As ``python -m ascend_rl.evaluate`` gets a named data set, up to its problems."""
+    program = f"""
+from ascend_rl.recipe.evaluate import CannotWork, load
+try:
+    print(*sorted(each.answer for each in load({name!r}, "hf")[1]))
+except CannotWork as error:
+    exit(f"ERROR: {{error}}")
+"""
+    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(home)}
+    environment |= {"HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_published_is_loaded_once(hub, tmp_path, name):
+    wanted = {
+        "aime": [str(i) for i in range(PROBLEMS)],
+        "gsm8k": [str(2 * i) for i in range(PROBLEMS)],
+        "math500": [f"{i / 2}" for i in range(PROBLEMS)],
+    }[name]
+    for _ in range(2):
+        run = load(hub, tmp_path, name)
+        assert run.stdout.split() == sorted(wanted), run.stderr
+    assert hub.begins == [0]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_refused_and_not_kept(hub, tmp_path, name):
+    hub.damages = True
+    run = load(hub, tmp_path, name)
+    assert run.returncode == 1 and "is damaged" in run.stderr and "Traceback" not in run.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".parquet", ".jsonl")]
+    hub.damages = False
+    run = load(hub, tmp_path, name)
+    assert run.returncode == 0 and len(run.stdout.split()) == PROBLEMS, run.stderr
+
+
+def test_a_download_that_broke_off_leaves_nothing_to_be_read(hub, tmp_path):
+    hub.breaks_off = True
+    run = load(hub, tmp_path, "aime")
+    assert run.returncode == 1 and "cannot be fetched from hf" in run.stderr and "Traceback" not in run.stderr
+    assert not [*tmp_path.rglob("*.parquet")]
+    hub.breaks_off = False
+    run = load(hub, tmp_path, "aime")
+    assert run.returncode == 0 and len(run.stdout.split()) == PROBLEMS, run.stderr
