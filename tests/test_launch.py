@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -333,6 +335,21 @@ def test_a_dry_run_shows_no_secrets(root):
     assert printed["module"] == "some.module" and printed["args"] == ["a=1"]
     assert {printed["env"][name] for name in secrets} == {"(set)"}
     assert {name: printed["env"][name] for name in plain} == plain
+
+
+def test_training_does_not_wait_for_a_ray_that_ended(tmp_path):
+    """As when `ray start` gives up after 30 s: its port is open by then. A command is in its place."""
+    with socket.create_server(("127.0.0.1", 0)) as control:
+        job = {"ray": ["bash", "-c", "sleep 1; exit 1"], "train": ["sleep", "600"], "nodes": [""], "logs": ""}
+        job |= {"control": control.getsockname(), "deadline_s": 9}
+        command = [sys.executable, "-m", "ascend_rl.launch.launch_node", json.dumps(job)]
+        with (tmp_path / "stderr").open("w") as stderr:
+            process = subprocess.Popen(command, stderr=stderr, start_new_session=True)
+            try:
+                assert process.wait(300) == 1
+            finally:
+                os.killpg(process.pid, signal.SIGKILL)  # what is left is supervise's to stop
+    assert "Ray on this node ended (status 1)" in (tmp_path / "stderr").read_text()
 
 
 def test_starting_again_keeps_what_earlier_starts_wrote(root, tmp_path):

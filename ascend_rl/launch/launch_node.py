@@ -8,11 +8,12 @@ its variables. It gets its job as JSON:
      "logs": this node's folder, "train": command, null on a worker}
 
 A worker becomes `ray start --block`. The head's status is that of "train", or 1 if Ray lacks NPUs for too
-long; whatever is left running then is supervise's to stop.
+long or ends; whatever is left running then is supervise's to stop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -31,6 +32,8 @@ from ascend_rl.launch.launch_plan import endpoint, npus_here
 
 REMIND_S = 30.0
 OPERATORS_DEADLINE_S = 600.0
+POLL_S = 1.0
+TELL_S = 20.0  # for the training to say what it lost
 # Of MindSpeed: those that the recipes use. Each is a C++ extension that would else be built in the first
 # step, by one rank of a node while the others wait for its lock.
 OPERATORS = (
@@ -138,6 +141,20 @@ def wait_for_npus(job: dict, until: float, alive: Callable[[], bool]) -> str:
         ray.shutdown()
 
 
+def train(command: list[str], alive: Callable[[], bool]) -> int | None:
+    """The exit status of the training; None if Ray ended and the training did not within TELL_S.
+
+    `ray start` may end after its port is open: on a busy machine it gives up after 30 s.
+    """
+    process = subprocess.Popen(command)
+    while alive():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(POLL_S)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(TELL_S)
+    return None
+
+
 def main(job: dict) -> int:
     if reason := why_no_operators():
         say(f"MindSpeed's operators are not built: {reason} here")
@@ -162,8 +179,10 @@ def main(job: dict) -> int:
             problem = wait_for_npus(job, until, alive)
         if not problem:
             os.environ["RAY_ADDRESS"] = endpoint(*job["control"])
-            status = subprocess.call(job["train"])
-            return status if status >= 0 else 128 - status
+            status = train(job["train"], alive)
+            if status is not None:
+                return status if status >= 0 else 128 - status
+            problem = f"Ray on this node ended (status {service.poll()}); see the lines above"
     print(f"ERROR: {problem}", file=sys.stderr)
     return 1
 
