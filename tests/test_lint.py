@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from mindspeed_tree import needs_mindspeed
 
 from ascend_rl.preflight import lint as linter
 from ascend_rl.preflight import lint_options, pinned
@@ -177,7 +178,9 @@ OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("values.name", "megatron", f"{ROLLOUT}.load_format=safetensor"),
     ("values.name", "megatron", f"{ACTOR}.loss_agg_mode=token_mean"),
     ("values.name", "megatron", "trainer.logger=[console,tensorbord]"),
-    ("values.engine", "megatron", f"+{TRANSFORMER}.moe_zero_memory=level2"),
+    pytest.param(
+        *("values.engine", "megatron", f"+{TRANSFORMER}.moe_zero_memory=level2"), marks=needs_mindspeed
+    ),
     ("values.engine", "megatron", f"{TRANSFORMER}.recompute_method=uniformly"),
     ("values.engine", "fsdp", f"{ROLLOUT}.dtype=bf16"),
     ("values.engine", "fsdp", f"{ACTOR}.optim.optimizer=AdamX"),

@@ -33,7 +33,7 @@ from ascend_rl.launch.launch_plan import endpoint, npus_here
 REMIND_S = 30.0
 OPERATORS_DEADLINE_S = 600.0
 POLL_S = 1.0
-TELL_S = 20.0  # for the training to say what it lost
+TELL_S = 10.0  # for the training to say what it lost
 # Of MindSpeed: those that the recipes use. Each is a C++ extension that would else be built in the first
 # step, by one rank of a node while the others wait for its lock.
 OPERATORS = (

@@ -11,8 +11,8 @@ import shlex
 import subprocess
 import sys
 
+from mindspeed_tree import MINDSPEED, needs_mindspeed
 from ranks import SITE
-from test_mindspeed import MINDSPEED, needs_mindspeed
 
 pytestmark = needs_mindspeed
 SOURCE = "CachingAllocatorConfig.cpp"  # calls strlen

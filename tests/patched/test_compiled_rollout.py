@@ -6,7 +6,10 @@ import os
 import subprocess
 import sys
 
+from mindspeed_tree import needs_mindspeed
 from wheels import wheels_file
+
+pytestmark = needs_mindspeed
 
 PROGRAM = """
 import importlib.util, sys

@@ -149,6 +149,7 @@ def test_engine_workers_are_refused(monkeypatch):
         MegatronEngine(None, None, None, None)
 
 
+@pytest.mark.long
 def test_rings_learn_what_plain_cp_and_hugging_face_learn(tmp_path):
     paths = {kind: make_checkpoint(kind, tmp_path / kind, layers=2) for kind in ("dense", "moe")}
     dump = tmp_path / "hdp.jsonl"

@@ -8,23 +8,16 @@ Forward passes and exports only.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from megatron_tiny import Layout, make_checkpoint
+from mindspeed_tree import MINDSPEED, needs_mindspeed
 from ranks import run_ranks
 from test_megatron_models import forward_in
 from test_weight_converter_alltoall_overlap import export_in
 
 from ascend_rl.weights import converter
 
-ROOT = Path(__file__).resolve().parents[2]
-PLACES = [Path(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-MINDSPEED = next((p for p in PLACES if (p / "mindspeed/op_builder").is_dir()), ROOT / "frameworks/mindspeed")
-needs_mindspeed = pytest.mark.skipif(
-    not (MINDSPEED / "mindspeed").is_dir(),
-    reason="frameworks/mindspeed is absent: ./download_frameworks_source_code.sh --only mindspeed",
-)
 pytestmark = [needs_mindspeed, pytest.mark.long]
 
 

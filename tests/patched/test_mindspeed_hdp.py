@@ -8,10 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_tiny import Layout, make_checkpoint
+from mindspeed_tree import MINDSPEED, needs_mindspeed
 from ranks import run_ranks
 from test_enable_hdp import KL, batch_of_many_lengths, compare, learn
 from test_megatron_actor import reference
-from test_mindspeed import FLASH, MINDSPEED, needs_mindspeed, options
+from test_mindspeed import FLASH, options
 
 pytestmark = needs_mindspeed
 

@@ -12,9 +12,10 @@ import os
 import pytest
 import torch
 from megatron_tiny import Layout, make_batch, make_checkpoint, make_worker
+from mindspeed_tree import MINDSPEED, needs_mindspeed
 from ranks import run_ranks
 from test_megatron_actor import OVERRIDES, update
-from test_mindspeed import FLASH, MINDSPEED, OVERLAP, needs_mindspeed, options
+from test_mindspeed import FLASH, OVERLAP, options
 
 from ascend_rl.weights import converter
 
