@@ -4,6 +4,8 @@
 # Usage:    bash ray_start_npu.sh internal/train_dapo_qwen3_32b_32die_true_weight.sh internal/qwen3_32b_env.sh \
 #               [HYDRA_OVERRIDES...]
 # Example:  bash ray_start_npu.sh internal/train_dapo_qwen3_32b_32die_true_weight.sh internal/qwen3_32b_env.sh
+#           SMOKE=1 bash ray_start_npu.sh internal/train_dapo_qwen3_32b_32die_true_weight.sh internal/qwen3_32b_env.sh
+# Writes:   OUTPUT_DIR (outputs/dapo_qwen3_32b_32die_true_weight): train.log, metrics.jsonl, the report, checkpoints/
 # Hardware: 2 Atlas A3 nodes of 16 dies (or 4 Atlas A2 nodes of 8), storage shared by all of them
 # Duration: published: 4562 s for the rollout of the first step, at batch 128
 #

@@ -3,6 +3,7 @@
 #
 # Usage:    bash ray_start_npu.sh internal/train_dapo_qwen3_tiny_cpu.sh internal/cpu_env.sh [HYDRA_OVERRIDES...]
 # Example:  bash ray_start_npu.sh internal/train_dapo_qwen3_tiny_cpu.sh internal/cpu_env.sh trainer.total_training_steps=20
+# Writes:   OUTPUT_DIR (outputs/dapo_qwen3_tiny_cpu): train.log, metrics.jsonl, the report
 # Hardware: 2 cores, 8 GiB
 # Duration: about 4 minutes, half of which is startup; later steps need more generation batches and take longer
 #

@@ -5,6 +5,8 @@
 #               [HYDRA_OVERRIDES...]
 # Example:  bash download_weights.sh Qwen/Qwen3-235B-A22B --out models/Qwen3-235B-A22B --random-init
 #           bash ray_start_npu.sh internal/train_grpo_qwen3_235b_128die_random_init.sh internal/qwen3_235b_env.sh
+#           SMOKE=1 bash ray_start_npu.sh internal/train_grpo_qwen3_235b_128die_random_init.sh internal/qwen3_235b_env.sh
+# Writes:   OUTPUT_DIR (outputs/grpo_qwen3_235b_128die_random_init): train.log, metrics.jsonl, the report
 # Hardware: 8 Atlas A3 nodes of 16 dies, storage shared by all of them
 # Duration: not published; every response runs to its limit or stops at random
 #

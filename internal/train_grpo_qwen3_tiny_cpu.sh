@@ -3,6 +3,7 @@
 #
 # Usage:    bash ray_start_npu.sh internal/train_grpo_qwen3_tiny_cpu.sh internal/cpu_env.sh [HYDRA_OVERRIDES...]
 # Example:  bash ray_start_npu.sh internal/train_grpo_qwen3_tiny_cpu.sh internal/cpu_env.sh
+# Writes:   OUTPUT_DIR (outputs/grpo_qwen3_tiny_cpu): train.log, metrics.jsonl, the report
 # Hardware: 2 cores, 8 GiB
 # Duration: about 3 minutes, half of which is startup
 #

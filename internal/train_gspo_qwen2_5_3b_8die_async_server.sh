@@ -7,6 +7,8 @@
 #               [HYDRA_OVERRIDES...]
 # Example:  NPU_SERIES=a2 bash ray_start_npu.sh internal/train_gspo_qwen2_5_3b_8die_async_server.sh \
 #               internal/qwen2_5_3b_env.sh
+#           SMOKE=1 bash ray_start_npu.sh internal/train_gspo_qwen2_5_3b_8die_async_server.sh internal/qwen2_5_3b_env.sh
+# Writes:   OUTPUT_DIR (outputs/gspo_qwen2_5_3b_8die_async_server): train.log, metrics.jsonl, the report
 # Hardware: one Atlas 800T A2 node of 8 NPUs with 64 GB
 # Duration: not published
 #

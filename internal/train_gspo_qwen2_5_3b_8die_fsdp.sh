@@ -3,6 +3,8 @@
 #
 # Usage:    bash ray_start_npu.sh internal/train_gspo_qwen2_5_3b_8die_fsdp.sh internal/qwen2_5_3b_env.sh [HYDRA_OVERRIDES...]
 # Example:  NPU_SERIES=a2 bash ray_start_npu.sh internal/train_gspo_qwen2_5_3b_8die_fsdp.sh internal/qwen2_5_3b_env.sh
+#           SMOKE=1 bash ray_start_npu.sh internal/train_gspo_qwen2_5_3b_8die_fsdp.sh internal/qwen2_5_3b_env.sh
+# Writes:   OUTPUT_DIR (outputs/gspo_qwen2_5_3b_8die_fsdp): train.log, metrics.jsonl, the report, checkpoints/
 # Hardware: one Atlas 800T A2 node of 8 NPUs with 64 GB (NPUS_PER_NODE=16: an A3 node)
 # Duration: not published
 #

@@ -5,6 +5,8 @@
 #               [HYDRA_OVERRIDES...]
 # Example:  DIST_CKPT_PATH=/shared/Qwen3-235B-A22B-mcore bash ray_start_npu.sh \
 #               internal/train_gspo_qwen3_235b_128die_true_weight.sh internal/qwen3_235b_env.sh
+#           SMOKE=1 bash ray_start_npu.sh internal/train_gspo_qwen3_235b_128die_true_weight.sh internal/qwen3_235b_env.sh
+# Writes:   OUTPUT_DIR (outputs/gspo_qwen3_235b_128die_true_weight): train.log, metrics.jsonl, the report, checkpoints/
 # Hardware: 8 Atlas A3 nodes of 16 dies, storage shared by all of them
 # Duration: not published; that of the GRPO recipe plus three more updates per step
 #

@@ -5,6 +5,8 @@
 #               [HYDRA_OVERRIDES...]
 # Example:  NPU_SERIES=a2 bash ray_start_npu.sh internal/train_gspo_qwen3_30b_a3b_16die_true_weight.sh \
 #               internal/qwen3_30b_a3b_env.sh
+#           SMOKE=1 bash ray_start_npu.sh internal/train_gspo_qwen3_30b_a3b_16die_true_weight.sh internal/qwen3_30b_a3b_env.sh
+# Writes:   OUTPUT_DIR (outputs/gspo_qwen3_30b_a3b_16die_true_weight): train.log, metrics.jsonl, the report, checkpoints/
 # Hardware: 2 Atlas 800T A2 nodes of 8 NPUs with 64 GB, storage shared by both
 # Duration: not published
 #

@@ -4,6 +4,8 @@
 # Usage:    bash ray_start_npu.sh internal/train_gspo_qwen3_32b_64die_true_weight.sh internal/qwen3_32b_env.sh \
 #               [HYDRA_OVERRIDES...]
 # Example:  bash ray_start_npu.sh internal/train_gspo_qwen3_32b_64die_true_weight.sh internal/qwen3_32b_env.sh
+#           SMOKE=1 bash ray_start_npu.sh internal/train_gspo_qwen3_32b_64die_true_weight.sh internal/qwen3_32b_env.sh
+# Writes:   OUTPUT_DIR (outputs/gspo_qwen3_32b_64die_true_weight): train.log, metrics.jsonl, the report, checkpoints/
 # Hardware: 4 Atlas A3 nodes of 16 dies (or 8 Atlas A2 nodes of 8), storage shared by all of them
 # Duration: not published
 #

@@ -126,7 +126,8 @@ def test_scripts_say_how_they_are_used(name, tmp_path):
     end = next(number for number, line in enumerate(lines) if number and not line.startswith("#"))
     header = [line.removeprefix("#").removeprefix(" ") for line in lines[1:end]]
     assert header[0].endswith(".") and header[1] == ""
-    for field in ("Usage:", "Example:", "Hardware:", "Duration:"):
+    writes = ["Writes:"] if name.startswith("internal/train_") else []
+    for field in ["Usage:", "Example:", *writes, "Hardware:", "Duration:"]:
         assert any(line.startswith(field) for line in header), f"{name} has no line '# {field} ...'"
     for option in ("-h", "--help"):
         result = subprocess.run(
