@@ -100,12 +100,12 @@ def test_spare_nodes_wait_for_the_end_without_a_part_in_the_run(cluster):
     first = c.worker("b")
     threading.Thread(target=lambda: first.join(10, c.said.append), daemon=True).start()
     assert c.head.gather(["a", "b", "c", "d"], 10, c.said.append) == ["a", "b"]
-    spare, late, why = c.worker("c"), c.worker("d"), []
+    spare, late, why = c.worker("c"), c.worker("d"), {}
 
     def wait(worker):
         with pytest.raises(RendezvousError) as error:
             worker.join(10, c.said.append)
-        why.append(str(error.value))
+        why[worker] = str(error.value)
 
     threads = [threading.Thread(target=wait, args=(worker,)) for worker in (spare, late)]
     for thread in threads:
@@ -118,8 +118,8 @@ def test_spare_nodes_wait_for_the_end_without_a_part_in_the_run(cluster):
     assert c.head.ended() is None and not c.head.final()
     c.head.announce(7, "(why)", final=False)
     threads[1].join(10)
-    assert why[-1] == f"the head {c.host} ended with status 7 (why)" and not late.final()
-    assert wait_for(first.ended) == (7, why[-1])
+    assert why[late] == f"the head {c.host} ended with status 7 (why)" and not late.final()
+    assert wait_for(first.ended) == (7, why[late])
 
 
 def test_a_closed_connection_and_a_silent_one(cluster, monkeypatch):
