@@ -114,9 +114,14 @@ def rows(path: Path) -> dict[int, list[float]]:
     return found
 
 
+def answers_of(output: Path) -> Path:
+    """Where verl writes its validation: not among the logs, as a full disk there would end the run."""
+    return output.with_suffix(".answers")
+
+
 def answers(output: Path, step: int) -> dict[str, str]:
     """The greedy answers of the validation after a step."""
-    lines = (output / f"answers/{step}.jsonl").read_text().splitlines()
+    lines = (answers_of(output) / f"{step}.jsonl").read_text().splitlines()
     return {row["input"]: row["output"] for row in map(json.loads, lines)}
 
 
@@ -232,7 +237,7 @@ class Run:
             script,
             output,
             *OVERRIDES,
-            f"trainer.validation_data_dir={output}/answers",
+            f"++trainer.validation_data_dir={answers_of(output)}",
             f"trainer.default_local_dir={self.checkpoints}",
             **how | environment | {"TMPDIR": self.tmp, "LOG_DIR": logs, "SKIP_REPORT": 1},
         )
@@ -348,7 +353,7 @@ def at_random(count: int, seed: int) -> list[str]:
 
 def undisturbed(model: str, output: Path, steps: int) -> int:
     """Make a run that nothing happens to, unless there is one; returns how many answers training changes."""
-    if not (output / f"answers/{steps}.jsonl").exists():
+    if not (answers_of(output) / f"{steps}.jsonl").exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(output, ignore_errors=True)
         if (ends := Run(model, output, restarts=2, steps=steps).end())["status"]:
