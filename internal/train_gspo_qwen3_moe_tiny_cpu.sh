@@ -56,6 +56,8 @@ ARGS=(
     actor_rollout_ref.actor.optim.lr=4e-4
     actor_rollout_ref.actor.optim.lr_decay_style=cosine
     actor_rollout_ref.actor.optim.min_lr=4e-5
+    # Else a resumed run begins the schedule of the learning rate anew.
+    actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler=True
 
     # The trainer: Megatron in fp32 over gloo; experts are distributed over the workers, the rest is replicated.
     actor_rollout_ref.model.path="$DATA_DIR/model"
