@@ -3,7 +3,7 @@
 Usage:    python bench/bench_faults.py [--model dense|moe] [--faults NAME@PHASE ...] [--list]
           python bench/bench_faults.py --kills 50 --seed 0
 Example:  python bench/bench_faults.py --faults worker@save hang_engine@rollout
-          python bench/bench_faults.py                      # about 20 minutes on 2 idle cores
+          python bench/bench_faults.py                      # 12 minutes on 2 idle cores
 One run of a tiny model that saves in every step: each start does one step, and in its next one the next fault
 comes. A fault that ends the run is a row too; another run takes the faults after it. With --kills these are
 random processes, killed at random times. Phases are seen from outside: in the titles of Ray's processes and
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/e2e")]
 
 from bars import finish  # noqa: E402
-from runs import PATIENCE_S, console, environments, launch, named  # noqa: E402
+from runs import MEGATRON, PATIENCE_S, REPEATABLE, console, environments, launch, losses, named  # noqa: E402
 
 from ascend_rl.launch.supervise import SharedMemory, descendants  # noqa: E402
 from ascend_rl.settings.logs import parts  # noqa: E402
@@ -52,19 +52,13 @@ ANSWERS = 32  # held-out prompts
 DISK_BYTES = 256 << 20
 LAUNCHES = {
     "dense": ("train_gspo_qwen3_tiny_cpu.sh", {}),
-    "moe": ("train_gspo_qwen3_moe_tiny_cpu.sh", {"environment": "cpu_megatron_env.sh", "NPUS_PER_NODE": 2}),
+    "moe": ("train_gspo_qwen3_moe_tiny_cpu.sh", MEGATRON),
 }
 OVERRIDES = [
-    # As in tests/e2e/test_resume.py: all that is random is the order of the prompts.
-    "actor_rollout_ref.rollout.n=1",
-    "actor_rollout_ref.rollout.top_k=1",
-    "actor_rollout_ref.rollout.max_num_seqs=1",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-    "algorithm.adv_estimator=reinforce_plus_plus",
+    *REPEATABLE,
     "data.train_batch_size=32",
     f"data.val_max_samples={ANSWERS}",
     "data.seed=1",  # without it each start takes other held-out prompts
-    "trainer.val_before_train=False",
     "trainer.test_freq=1",
     "trainer.save_freq=1",
     "trainer.resume_mode=auto",
@@ -93,7 +87,6 @@ FAULTS = [
     *("hang_worker@update", "disk_of_log@update"),
 ]
 COLUMNS = ("noticed_s", "again_s", "steps_again", "orphans")
-SAME = ("actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/rewards/mean", "response_length/mean")
 
 
 class Failed(Exception):
@@ -101,17 +94,6 @@ class Failed(Exception):
 
 
 # What a run says to somebody outside.
-
-
-def rows(path: Path) -> dict[int, list[float]]:
-    """Step -> losses, of one start's metrics.jsonl."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError, KeyError):
-                row = json.loads(line)
-                found[row["step"]] = [row["data"][key] for key in SAME]
-    return found
 
 
 def answers_of(output: Path) -> Path:
@@ -127,8 +109,8 @@ def answers(output: Path, step: int) -> dict[str, str]:
 
 def different(output: Path, quiet: Path, step: int) -> str:
     """How a start's losses, and its answers after a step, differ from those of the run without faults."""
-    expected = rows(quiet / "metrics.jsonl")
-    for trained, values in rows(output / "metrics.jsonl").items():
+    expected = losses(quiet / "metrics.jsonl")
+    for trained, values in losses(output / "metrics.jsonl").items():
         if any(abs(a - b) > 1e-5 * abs(b) + 1e-7 for a, b in zip(values, expected[trained], strict=True)):
             return f"other losses in step {trained}"
     given, wanted = answers(output, step), answers(quiet, step)
@@ -231,7 +213,6 @@ class Run:
         self.tmp, self.shm = Path(tempfile.mkdtemp(prefix="f-")), SharedMemory()
         self.files = Files(output, self.checkpoints, logs)
         self.of_start: dict[int, str] = {}
-        # Top-k of 1 says nothing of probabilities, so there is no gate.
         environment = {"STEPS": steps, "RESTARTS": restarts, "STALL_DEADLINE_S": STALL_S, "GAP_LIMIT": 0}
         self.process = launch(
             script,
@@ -284,7 +265,7 @@ class Run:
     def goes_on(self, before: int) -> int:
         """Wait for the first step of a start that is not among those before, and return which step it is."""
         return min(
-            self.until(lambda: len(parts(self.metrics)) >= before and rows(self.metrics), "step", 0.01)
+            self.until(lambda: len(parts(self.metrics)) >= before and losses(self.metrics), "step", 0.01)
         )
 
     def survivors(self) -> int:
@@ -323,8 +304,8 @@ def strike(run: Run, fault: str, quiet: Path) -> dict:
         run.hit(what, signal.SIGKILL)
         run.noticed(failures)
     run.reach(phase)
-    failures, before = run.failures(), len(parts(run.metrics)) + bool(rows(run.metrics))
-    began, newest = time.monotonic(), rows(run.metrics) or rows(parts(run.metrics)[-1])
+    failures, before = run.failures(), len(parts(run.metrics)) + bool(losses(run.metrics))
+    began, newest = time.monotonic(), losses(run.metrics) or losses(parts(run.metrics)[-1])
     step = 1 + max(newest)
     row = {"fault": what, "phase": phase, "step": step}
     if disk := run.disks.get(what):

@@ -15,6 +15,19 @@ from ascend_rl.launch.supervise import SharedMemory, descendants
 ROOT = Path(__file__).resolve().parents[2]
 # For what hangs; on a loaded machine a run takes ten times as long as on an idle one.
 PATIENCE_S = 2400
+# Greedy responses, one a prompt, one request at a time: all that is random is the order of the prompts. The
+# advantages are relative to the batch. The rollout's probabilities are 1 then and the trainer's are not, so
+# the gate at the first step needs GAP_LIMIT=0.
+REPEATABLE = [
+    "actor_rollout_ref.rollout.n=1",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.rollout.top_k=1",
+    "actor_rollout_ref.rollout.max_num_seqs=1",
+    "algorithm.adv_estimator=reinforce_plus_plus",
+    "trainer.val_before_train=False",
+]
+SAME = ("actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/rewards/mean", "response_length/mean")
+MEGATRON = {"environment": "cpu_megatron_env.sh", "NPUS_PER_NODE": 2}
 
 
 def launch(
@@ -57,6 +70,17 @@ def metrics(output: Path) -> list[dict]:
 def training(output: Path) -> list[dict]:
     """The metrics of the training steps."""
     return [row for row in metrics(output) if "actor/pg_loss" in row]
+
+
+def losses(path: Path) -> dict[int, list[float]]:
+    """Step -> what is the same in a repeated run (SAME), of a start's metrics.jsonl, if it is there."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError, KeyError):  # half a line; a validation
+                row = json.loads(line)
+                found[row["step"]] = [row["data"][key] for key in SAME]
+    return found
 
 
 def environments() -> dict[int, bytes]:
