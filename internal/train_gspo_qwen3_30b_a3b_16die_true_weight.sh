@@ -55,6 +55,7 @@ ARGS=(
     actor_rollout_ref.actor.ppo_mini_batch_size="$MINI_BATCH"
     actor_rollout_ref.actor.optim.lr=1e-6
     actor_rollout_ref.actor.optim.lr_warmup_steps=10
+    actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler=True   # else a resumed run warms up again
     actor_rollout_ref.actor.optim.weight_decay=0.1
     actor_rollout_ref.actor.optim.clip_grad=1.0
 

@@ -606,6 +606,24 @@ def _(s):
 
 
 @rule(
+    "train.schedule_anew",
+    "warning",
+    "a Megatron run that is resumed goes on with its learning rate",
+    why="Megatron then begins warm-up and decay anew, one step after the resume",
+    fix=f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler=True; see docs/resilience.md",
+)
+def _(s):
+    optim = f"{ACTOR}.optim"
+    if not (s.megatron and saves(s)) or s.get(f"{optim}.use_checkpoint_opt_param_scheduler"):
+        return
+    for key in ("lr_warmup_steps", "lr_warmup_steps_ratio"):
+        if s.number(f"{optim}.{key}", 0) > 0:
+            yield f"{optim}.{key}", f"{s.get(f'{optim}.{key}')}"
+    if (style := s.get(f"{optim}.lr_decay_style", "constant")) != "constant":
+        yield f"{optim}.lr_decay_style", f"{style}"
+
+
+@rule(
     "train.checkpoint_disk",
     "error",
     "the disk has room for the checkpoints that are kept, and for one being written",
