@@ -29,7 +29,11 @@ PHASES = {
 # With dynamic sampling (ascend_rl/loss/dapo.py) every trained group has right and wrong responses.
 UNFILTERED = "dapo/reward_before_filter/mean"
 REWARD, LENGTH, CLIPPED = "critic/rewards/mean", "response_length/mean", "actor/pg_clipfrac"
-LENGTH_RANGE = "response_length/min", "response_length/max"
+# Shortest and longest, and what 80% and half of the responses are between.
+LENGTH_RANGES = [
+    (f"response_length/{low}", f"response_length/{high}")
+    for low, high in (("min", "max"), ("p10", "p90"), ("p25", "p75"))
+]
 SPEED = "perf/throughput"  # prompt and response tokens of a step by its time and the number of dies
 PROBS_DIFF = "training/rollout_probs_diff_max"
 # Metrics of ascend_rl/rollout/engine_stats.py.
@@ -241,13 +245,14 @@ def draw_reward(axes, runs: list[tuple[str, list[dict]]]) -> None:
 
 
 def draw_length(axes, runs: list[tuple[str, list[dict]]]) -> None:
-    """The mean, and behind it the range from the shortest to the longest."""
+    """The mean, and behind it how lengths are distributed: all of them, 80% and half."""
     for name, rows in runs:
         (line,) = axes.plot(*series(rows, LENGTH), label=name, linewidth=1.2)
-        whole = [row for row in rows if set(LENGTH_RANGE) <= row.keys()]
-        steps, low, high = ([row[key] for row in whole] for key in ("step", *LENGTH_RANGE))
-        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
-    axes.set(title="response length (tokens): mean and range")
+        for bounds in LENGTH_RANGES:
+            whole = [row for row in rows if set(bounds) <= row.keys()]
+            steps, low, high = ([row[key] for row in whole] for key in ("step", *bounds))
+            axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+    axes.set(title="response length (tokens): mean; half, 80%, all of them")
 
 
 def draw_times(axes, runs: list[tuple[str, list[dict]]]) -> None:
