@@ -27,6 +27,7 @@ PLACE = Path(__file__).resolve().parent.parent / "data/browser"
 # Without a GPU, and without the sandbox that root cannot have; other ways of drawing hang.
 FLAGS = ["--headless", "--no-sandbox", "--no-zygote", "--in-process-gpu", "--disable-dev-shm-usage"]
 FLAGS += ["--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
+FONTS = f"<fontconfig><dir>{PLACE}/fonts</dir></fontconfig>"  # the package's own file names another place
 UNPACK = """
 const fs = require("fs"), zlib = require("zlib"), path = process.argv[1];
 for (const name of ["chromium", "al2023.tar", "swiftshader.tar", "fonts.tar"])
@@ -102,9 +103,11 @@ class Tab:
 
 @contextlib.contextmanager
 def tab(executable: Path) -> Iterator[Tab]:
-    libraries = {"LD_LIBRARY_PATH": f"{PLACE}/lib", "FONTCONFIG_PATH": str(PLACE)}
-    own = libraries if executable.parent == PLACE else {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        own = {}
+        if executable.parent == PLACE:
+            Path(profile, "fonts.conf").write_text(FONTS)
+            own = {"LD_LIBRARY_PATH": f"{PLACE}/lib", "FONTCONFIG_FILE": f"{profile}/fonts.conf"}
         command = [
             executable,
             *FLAGS,

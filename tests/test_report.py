@@ -19,6 +19,7 @@ import pytest
 from ascend_rl.preflight.step_time import of_run
 from ascend_rl.recipe import report, report_page
 
+LENGTHS = ("min", "p10", "p25", "p75", "p90", "max")  # in their order
 VAL = "val-aux/tiny/addition/reward/mean@1"
 #         reward, length, clipped, probability gap, seconds: step, rollout, update
 STEPS = [
@@ -391,6 +392,22 @@ def test_drawn_are_all_curves_of_all_runs(run, tmp_path, monkeypatch):
     plt.close("all")
 
 
+def test_drawn_is_how_lengths_are_distributed(run, tmp_path, monkeypatch):
+    """Of each step all responses, 80% and half of them, where the run says it."""
+    import matplotlib.pyplot as plt
+
+    rows = report.read_metrics(run / "metrics.jsonl")
+    for row in rows[2:]:
+        row |= {f"response_length/{name}": row["step"] + shift for shift, name in enumerate(LENGTHS)}
+    monkeypatch.setattr(plt, "close", lambda figure: None)  # to look at what was drawn
+    report.plot([("a", rows)], tmp_path / "report.png")
+    bands = [band.get_paths()[0].get_extents() for band in plt.gcf().axes[1].collections]
+    monkeypatch.undo()
+    assert [(band.x0, band.x1) for band in bands] == [(2, 6)] * 3
+    assert [(band.y0, band.y1) for band in bands] == [(2, 11), (3, 10), (4, 9)]
+    plt.close("all")
+
+
 def test_command_on_one_step(tmp_path):
     """quickstart.sh --steps 1."""
     result = command(write(tmp_path, records()[:2]))
@@ -467,11 +484,13 @@ def test_the_page_needs_no_other_file(run, tmp_path):
 
 
 NARROW, WIDE = 400, 1200
+DRAWN = """(range => (range.selectNodeContents(document.querySelector("h2")),
+    range.getBoundingClientRect().width))(document.createRange())"""
 BROKEN = """[...document.querySelectorAll("td")].filter(cell => {
     const text = cell.firstChild, range = document.createRange();
     if (!text || cell.textContent.trim().includes(" ") || cell.textContent.length > 12) return false;
     range.selectNodeContents(cell);
-    return range.getClientRects().length > 1;
+    return new Set([...range.getClientRects()].map(one => one.top)).size > 1;
 }).map(cell => cell.textContent)"""
 
 
@@ -494,7 +513,7 @@ def of_engines(number: int) -> dict:
 
 
 def test_the_page_in_a_browser(tmp_path):
-    """Two long runs, on a desk and a phone: nothing is cut, no figure breaks, every picture shows."""
+    """Three long runs, on a desk and a phone: nothing is cut, no figure breaks, every picture shows."""
     from browser import browser, tab
 
     if (executable := browser()) is None:
@@ -502,7 +521,7 @@ def test_the_page_in_a_browser(tmp_path):
     rows = records()
     for row in rows[1:]:
         row["data"] |= of_engines(row["step"])
-    runs = [write(tmp_path / name, rows) for name in ("run", "another_run")]
+    runs = [write(tmp_path / name, rows) for name in ("run", "another_run", "a_third_run")]
     key = "+actor_rollout_ref.rollout.engine_kwargs.vllm.an_option_with_a_name_that_goes_on_and_on"
     given = ["data.train_batch_size=256", f"{key}=/data/{'long/' * 12}path"]
     (runs[0] / "hydra/.hydra").mkdir(parents=True)
@@ -513,6 +532,7 @@ def test_the_page_in_a_browser(tmp_path):
         for width, dark in ((WIDE, False), (NARROW, False), (WIDE, True)):
             page.load(runs[0] / "report.html", width, dark)
             assert page.ask("innerWidth") == width
+            assert page.ask(DRAWN) > 100, "no text is drawn: are there fonts?"
             assert page.ask("document.documentElement.scrollWidth <= innerWidth"), width
             assert page.ask(BROKEN) == [], width
             shown = page.ask("[...document.images].map(one => [one.naturalWidth, one.width])")

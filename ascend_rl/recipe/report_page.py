@@ -19,7 +19,9 @@ from ascend_rl.recipe import report
 
 STYLE = """body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left}
-td{overflow-wrap:anywhere;white-space:pre-wrap;min-width:5.5em}img{max-width:100%}
+td{overflow-wrap:anywhere}img{max-width:100%}
+.figures{display:block;overflow-x:auto}.figures td{overflow-wrap:normal;white-space:pre}
+.figures td:first-child{white-space:pre-wrap;min-width:8em}
 .warning{border-left:.3em solid #d80;padding-left:.7em}
 @media(prefers-color-scheme:dark){body{background:#222;color:#ddd}img{background:#fff}}"""
 REQUEST_MEAN, REQUEST_MAX = (f"timing_s/agent_loop/generate_sequences/{one}" for one in ("mean", "max"))
@@ -122,11 +124,11 @@ def picture(runs: list[tuple[str, list[dict]]], panels: Sequence, title: str) ->
     return f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
 
 
-def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def grid(kind: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+    return f'<table class="{kind}">{line(head, "th")}{"".join(line(row, "td") for row in rows)}</table>'
 
 
 def page(
@@ -156,12 +158,12 @@ def page(
         "<h2>Warnings</h2>",
         *(f'<p class="warning">{escape(text)}</p>' for text in found or ["none"]),
         "<h2>Figures</h2>",
-        grid(["", *names], [[key, *(column.get(key, "-") for column in columns)] for key in keys]),
+        grid("figures", ["", *names], [[key, *(column.get(key, "-") for column in columns)] for key in keys]),
         picture(runs, report.SUMMARY, "reward, response length, clipped share, step time"),
         picture(runs, report.DETAILS, "probability gap, throughput, entropy, KL"),
         picture(runs, engines, "KV cache, preemptions, requests, MFU, drafts, graphs") if engines else "",
         "<h2>Difference to the recipe</h2>",
-        grid(["key", "recipe", "this run"], changed) if changed else "<p>none</p>",
+        grid("changed", ["key", "recipe", "this run"], changed) if changed else "<p>none</p>",
         "</body></html>\n",
     ]
     return "\n".join(parts)
