@@ -25,13 +25,21 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS, LINES = 80, 45
 RECIPE = "internal/train_grpo_qwen3_30b_a3b_16die_true_weight.sh internal/qwen3_30b_a3b_env.sh"
+SPOILT = "actor_rollout_ref.rollout.n=1 trainer.save_freq=-1"
 TINY = "internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh"
 COMMANDS = {
-    "preflight": f"python -m ascend_rl.preflight.lint {RECIPE} actor_rollout_ref.rollout.n=1",
+    "preflight": f"python -m ascend_rl.preflight.lint {RECIPE} {SPOILT}",
     "memory_plan": "python -m ascend_rl.memory_plan --model qwen3-32b --dies 32",
     "dry_run": f"bash ray_start_npu.sh --dry-run {TINY}",
     "run": f"bash ray_start_npu.sh {TINY}",
     "report": "python -m ascend_rl.report {run}",
+}
+# What else would differ between machines: inputs, which are on none of them, and a free port.
+SETTINGS = {
+    "MODEL_PATH": "/data/Qwen3-30B-A3B",
+    "TRAIN_FILE": "/data/deepscaler/train.parquet",
+    "TEST_FILE": "/data/aime/test.parquet",
+    "RAY_PORT": "6379",
 }
 WEB_FONT = re.compile(r"@font-face \{\{.*?\}\}\s*", re.S)
 
@@ -41,6 +49,7 @@ def captured(command: str, **variables: str) -> str:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (LINES, COLUMNS))
     environment = os.environ | {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"} | variables
+    environment.pop("NO_COLOR", None)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     process = subprocess.Popen(
         ["bash", "-c", command], cwd=ROOT, stdout=theirs, stderr=theirs, env=environment
@@ -61,34 +70,41 @@ def visible(written: str) -> list[str]:
     return [next((state for state in reversed(line) if state), "") for line in lines]
 
 
-def draw(name: str, command: str, lines: list[str]) -> Path:
-    """Write the picture; long output is cut in its middle."""
+def picture(name: str, command: str, lines: list[str]) -> str:
+    """An SVG; long output is cut in its middle."""
     if len(lines) > LINES:
         half = LINES // 2
         lines = [*lines[:half], f"... ({len(lines) - 2 * half} lines)", *lines[-half:]]
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     for line in [f"$ {command}", *lines]:
         console.print(Text.from_ansi(line), overflow="fold")
-    path = ROOT / f"docs/figures/screen_{name}.svg"
     drawn = console.export_svg(title=name, code_format=WEB_FONT.sub("", CONSOLE_SVG_FORMAT), unique_id=name)
-    path.write_text("\n".join(line.rstrip() for line in drawn.splitlines()) + "\n")
-    return path
+    return "\n".join(line.rstrip() for line in drawn.splitlines()) + "\n"
+
+
+def screen(name: str, directory: str) -> tuple[str, list[str]]:
+    """A command as it is typed, and what it leaves on the screen; a run writes below the directory."""
+    place = directory if name in ("run", "report") else "/data"
+    command = COMMANDS[name].format(run=f"{place}/run")
+    limits = {"OUTPUT_DIR": f"{place}/run", "LOG_DIR": f"{place}/logs", "STEPS": "5"}
+    text = captured(command, **SETTINGS, **limits)
+    for long, short in {f"{ROOT}/": "", place: "/data"}.items():
+        text, command = text.replace(long, short), command.replace(long, short)
+    return command, visible(text.rstrip())
+
+
+def file_of(name: str) -> Path:
+    return ROOT / f"docs/figures/screen_{name}.svg"
 
 
 def main() -> None:
     names = sys.argv[1:] or list(COMMANDS)
+    if "report" in names and "run" not in names:
+        names.insert(0, "run")
     with tempfile.TemporaryDirectory() as directory:
-        run = Path(directory) / "run"
-        shorten = {str(run): "/data/run", f"{ROOT}/": "", directory: "/data"}
-        if "report" in names and "run" not in names:
-            names.insert(0, "run")
         for name in names:
-            command = COMMANDS[name].format(run=run)
-            limits = {"OUTPUT_DIR": str(run), "LOG_DIR": f"{directory}/logs", "STEPS": "5"}
-            text = captured(command, **limits)
-            for long, short in shorten.items():
-                text, command = text.replace(long, short), command.replace(long, short)
-            print(draw(name, command, visible(text.rstrip())))
+            file_of(name).write_text(picture(name, *screen(name, directory)))
+            print(file_of(name))
 
 
 if __name__ == "__main__":

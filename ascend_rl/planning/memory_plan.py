@@ -237,14 +237,14 @@ def main(argv: list[str] | None = None) -> int:
     lines.append(
         f"checkpoint: {gib(saved)} GiB on disk; {saved / 1e9:.0f} s if all nodes together write 1 GB/s"
     )
-    lines.append("suggested for training, best first (full plan with --json):")
+    lines.append("suggested for training, best first: peak, longest sequence (--json: all of it):")
     lines += [suggested(one) for one in trainings] or [
-        "  none fits; try more dies, --recompute full, a shorter response, or --optimizer swap "
-        "(FSDP: --offload-policy)"
+        "  none fits; try more dies, --recompute full, a shorter response,",
+        "  or --optimizer swap (FSDP: --offload-policy)",
     ]
-    lines.append("suggested for rollout, best first:")
+    lines.append("suggested for rollout, best first, with full sequences:")
     lines += [
-        f"  {rollout_name(p.layout):32s} weights {gib(p.weights_bytes):>5s} GiB, {p.max_num_seqs} full "
+        f"  {rollout_name(p.layout):17s} weights {gib(p.weights_bytes):>5s} GiB, {p.max_num_seqs} "
         f"sequences a DP rank, {p.max_num_seqs * p.dp} in all"
         for p in rollouts
     ] or ["  none fits; try more dies, a shorter response or fewer max_num_batched_tokens"]
