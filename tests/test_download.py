@@ -1,7 +1,7 @@
-"""Named data sets from a hub: in their published forms, cut off, and damaged on the way.
+"""Named data sets and weights from a hub: in their published forms, cut off, and damaged on the way.
 
-The hub here is a server of this machine that answers as Hugging Face's does: the name of a large file is its
-sha256, that of a small one git's sha1 of it.
+The hubs here are servers of this machine that answer as Hugging Face's and ModelScope's do. Hugging Face
+names a large file by its sha256, a small one by git's sha1 of it; ModelScope lists sizes and sha256.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import os
 import subprocess
 import sys
 import threading
+import urllib.parse
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -155,3 +157,108 @@ def test_a_download_that_broke_off_leaves_nothing_to_be_read(hub, tmp_path):
     hub.breaks_off = False
     run = load(hub, tmp_path, "aime")
     assert run.returncode == 0 and len(run.stdout.split()) == PROBLEMS, run.stderr
+
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = (
+    "config.json generation_config.json tokenizer.json tokenizer_config.json vocab.json merges.txt"
+).split()
+SHARDS = [f"model-{i}.safetensors" for i in (1, 2)]
+INDEX = {"weight_map": {f"layer.{i}": shard for i, shard in enumerate(SHARDS)}}
+WEIGHTS = {name: json.dumps({"file": name}).encode() for name in SMALL}
+WEIGHTS["model.safetensors.index.json"] = json.dumps(INDEX).encode()
+WEIGHTS |= {shard: bytes(range(256)) * 40 + shard.encode() for shard in SHARDS}
+
+
+class ModelScope(Hub):
+    """The two calls of a download: the list of a model's files, and one file of it."""
+
+    def answer(self):
+        path, _, query = self.path.partition("?")
+        name = urllib.parse.parse_qs(query).get("FilePath", [""])[0]
+        if path == "/api/v1/models/Qwen/Tiny/repo/files":
+            files = [
+                {"Path": file, "Name": file, "Type": "blob", "Size": len(content),
+                 "Sha256": hashlib.sha256(content).hexdigest(), "Revision": 40 * "a", "Mode": "33188"}
+                for file, content in WEIGHTS.items()
+            ]  # fmt: skip
+            content = json.dumps({"Code": 200, "Success": True, "Data": {"Files": files}}).encode()
+        elif path == "/api/v1/models/Qwen/Tiny/repo" and name in WEIGHTS:
+            content = WEIGHTS[name]
+        else:
+            self.send_error(404)
+            return
+        begin = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        self.send_response(206 if self.headers["Range"] else 200)
+        if self.headers["Range"]:
+            self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
+        self.send_header("Content-Length", str(len(content) - begin))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        shard = name == SHARDS[1]
+        if name:
+            self.server.begins.append((name, begin))
+        if shard and self.server.damages:
+            content = content[:-100] + bytes(100)
+        self.wfile.write(content[begin:BROKEN_OFF] if shard and self.server.breaks_off else content[begin:])
+
+
+@pytest.fixture(scope="module")
+def modelscope(tmp_path_factory) -> dict[str, str]:
+    """The environment of somebody with the pinned `modelscope`, which the recipes' image has."""
+    place = tmp_path_factory.mktemp("modelscope")
+    lock = (ROOT / "requirements.txt").read_text().split()
+    pins = [line for line in lock if line.startswith(("modelscope==", "modelscope-hub=="))]
+    assert len(pins) == 2
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place, *pins]
+    subprocess.run(install, check=True, timeout=600)
+    path = f"{place}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"PATH": path, "PYTHONPATH": str(place), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+
+
+@pytest.fixture
+def weights(modelscope, tmp_path):
+    """Calls download_weights.sh for Qwen/Tiny of a hub of this machine; returns its run and what it wrote."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ModelScope) as server:
+        server.begins, server.damages, server.breaks_off = [], False, False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = os.environ | modelscope | {"HOME": str(tmp_path)}
+        environment["MODELSCOPE_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+        environment["MODELSCOPE_DOWNLOAD_RETRY_MAX_DELAY_SECONDS"] = "1"
+
+        def download(*options: str) -> tuple[subprocess.CompletedProcess, dict[str, bytes]]:
+            out = tmp_path / "model"
+            command = ["bash", ROOT / "download_weights.sh", "Qwen/Tiny", "--out", out, *options]
+            run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+            return run, {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
+
+        yield server, download
+        server.shutdown()
+
+
+@pytest.mark.long
+def test_weights_arrive_whole_and_once(weights):
+    server, download = weights
+    for _ in range(2):
+        run, files = download()
+        assert run.returncode == 0 and files == WEIGHTS, run.stderr
+    assert sorted(name for name, _ in server.begins) == sorted(WEIGHTS)
+
+
+@pytest.mark.long
+def test_random_weights_need_no_weights(weights):
+    run, files = weights[1]("--random-init")
+    assert run.returncode == 0 and sorted(files) == sorted(SMALL), run.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["damages", "breaks_off"])
+def test_weights_that_do_not_arrive_are_asked_for_again(weights, fault):
+    server, download = weights
+    setattr(server, fault, True)
+    run, files = download()
+    assert run.returncode != 0 and files.get(SHARDS[1]) != WEIGHTS[SHARDS[1]]
+    setattr(server, fault, False)
+    run, files = download()
+    assert run.returncode == 0 and files == WEIGHTS, run.stderr
