@@ -19,6 +19,8 @@ import torch
 from megatron_tiny import Layout, make_checkpoint, make_worker
 from ranks import run_ranks
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ascend_rl.weights import converter
 
@@ -306,6 +308,10 @@ def test_megatron_checkpoints(megatron, tmp_path, layout):
     paths, folder = megatron
     run = folder / "dist" / str(layout).replace(" ", "_")
     assert not list((run / "global_step_2/actor/huggingface").glob("*.safetensors"))
+    metadata = FileSystemReader(run / "global_step_2/actor/dist_ckpt").read_metadata().state_dict_metadata
+    assert any(
+        "optimizer" in key and isinstance(each, TensorStorageMetadata) for key, each in metadata.items()
+    )
     said = exported(run, "--out", tmp_path / "out")
     assert "from Megatron checkpoint (float32), read back and equal" in said
     assert wrong(weights_of(tmp_path / "out"), trained(paths[layout.kind])) == []
