@@ -160,6 +160,13 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
     assert (tmp_path / "train.parquet").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl", "x.json"])
+def test_damaged_files_are_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b"PAR1 \x00\xff")
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        data.prepare("deepscaler", tmp_path, [str(tmp_path / name)])
+
+
 @pytest.fixture
 def modelscope(tmp_path):
     """A stub for the network: a `modelscope` that puts two of a model's three files in place."""

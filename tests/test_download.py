@@ -21,6 +21,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from ascend_rl.recipe.data import DATASETS
+
 PROBLEMS = 30
 BROKEN_OFF = 1000  # bytes, then the connection ends
 
@@ -110,17 +112,17 @@ def hub():
         server.shutdown()
 
 
-def load(hub, home, name: str) -> subprocess.CompletedProcess:
+def load(hub, home, name: str, source: str = "hf", **more: str) -> subprocess.CompletedProcess:
     """As ``python -m ascend_rl.evaluate`` gets a named data set, up to its problems."""
     program = f"""
 from ascend_rl.recipe.evaluate import CannotWork, load
 try:
-    print(*sorted(each.answer for each in load({name!r}, "hf")[1]))
+    print(*sorted(each.answer for each in load({name!r}, {source!r})[1]))
 except CannotWork as error:
     exit(f"ERROR: {{error}}")
 """
     environment = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(home)}
-    environment |= {"HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    environment |= {"HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"} | more
     command = [sys.executable, "-c", program]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
 
@@ -136,6 +138,28 @@ def test_what_is_published_is_loaded_once(hub, tmp_path, name):
         run = load(hub, tmp_path, name)
         assert run.stdout.split() == sorted(wanted), run.stderr
     assert hub.begins == [0]
+
+
+def test_what_a_hub_does_not_have(hub, tmp_path):
+    """The command that prepares data says so in a line."""
+    environment = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(tmp_path),
+    }
+    environment |= {"HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    command = [
+        sys.executable,
+        "-m",
+        "ascend_rl.data",
+        "deepscaler",
+        "--out",
+        tmp_path / "out",
+        "--source",
+        "hf",
+    ]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert "agentica-org/DeepScaleR-Preview-Dataset cannot be fetched from hf" in run.stderr
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -171,20 +195,26 @@ WEIGHTS |= {shard: bytes(range(256)) * 40 + shard.encode() for shard in SHARDS}
 
 
 class ModelScope(Hub):
-    """The two calls of a download: the list of a model's files, and one file of it."""
+    """The calls of a download: the list of a model's files, and one file of it, or of a data set."""
 
     def answer(self):
         path, _, query = self.path.partition("?")
         name = urllib.parse.parse_qs(query).get("FilePath", [""])[0]
-        if path == "/api/v1/models/Qwen/Tiny/repo/files":
+        sets = {DATASETS[key].modelscope: (file, content) for key, (_, file, content) in FILES.items()}
+        owned = "/".join(path.split("/")[4:6])
+        lists = {"/api/v1/models/Qwen/Tiny/repo/files": WEIGHTS.items()}
+        lists |= {f"/api/v1/datasets/{repo}/repo/tree": [one] for repo, one in sets.items()}
+        if path in lists:
             files = [
                 {"Path": file, "Name": file, "Type": "blob", "Size": len(content),
                  "Sha256": hashlib.sha256(content).hexdigest(), "Revision": 40 * "a", "Mode": "33188"}
-                for file, content in WEIGHTS.items()
+                for file, content in lists[path]
             ]  # fmt: skip
             content = json.dumps({"Code": 200, "Success": True, "Data": {"Files": files}}).encode()
         elif path == "/api/v1/models/Qwen/Tiny/repo" and name in WEIGHTS:
             content = WEIGHTS[name]
+        elif path == f"/api/v1/datasets/{owned}/repo" and name == sets.get(owned, ("",))[0]:
+            content = sets[owned][1]
         else:
             self.send_error(404)
             return
@@ -196,12 +226,12 @@ class ModelScope(Hub):
         self.end_headers()
         if self.command == "HEAD":
             return
-        shard = name == SHARDS[1]
         if name:
             self.server.begins.append((name, begin))
-        if shard and self.server.damages:
+        last = name and name not in (*SMALL, SHARDS[0], "model.safetensors.index.json")
+        if last and self.server.damages:
             content = content[:-100] + bytes(100)
-        self.wfile.write(content[begin:BROKEN_OFF] if shard and self.server.breaks_off else content[begin:])
+        self.wfile.write(content[begin:BROKEN_OFF] if last and self.server.breaks_off else content[begin:])
 
 
 @pytest.fixture(scope="module")
@@ -218,23 +248,48 @@ def modelscope(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture
-def weights(modelscope, tmp_path):
-    """Calls download_weights.sh for Qwen/Tiny of a hub of this machine; returns its run and what it wrote."""
+def scope(modelscope, tmp_path):
+    """A hub of this machine, and the environment of somebody who uses it."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ModelScope) as server:
         server.begins, server.damages, server.breaks_off = [], False, False
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        environment = os.environ | modelscope | {"HOME": str(tmp_path)}
-        environment["MODELSCOPE_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
-        environment["MODELSCOPE_DOWNLOAD_RETRY_MAX_DELAY_SECONDS"] = "1"
-
-        def download(*options: str) -> tuple[subprocess.CompletedProcess, dict[str, bytes]]:
-            out = tmp_path / "model"
-            command = ["bash", ROOT / "download_weights.sh", "Qwen/Tiny", "--out", out, *options]
-            run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-            return run, {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
-
-        yield server, download
+        address = {"MODELSCOPE_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+        patience = {"MODELSCOPE_DOWNLOAD_RETRY_MAX_DELAY_SECONDS": "1"}
+        yield server, modelscope | address | patience | {"HOME": str(tmp_path)}
         server.shutdown()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FILES)
+def test_data_sets_of_modelscope(scope, tmp_path, name):
+    """What is published is loaded, once; what broke off or was damaged on the way is not, and is not kept."""
+    server, environment = scope
+    for fault in ("breaks_off", "damages"):
+        setattr(server, fault, True)
+        run = load(server, tmp_path, name, "modelscope", **environment)
+        assert run.returncode == 1 and "cannot be fetched from modelscope" in run.stderr
+        assert "Traceback" not in run.stderr
+        setattr(server, fault, False)
+    for asked in (True, False):
+        server.begins.clear()
+        run = load(server, tmp_path, name, "modelscope", **environment)
+        assert run.returncode == 0 and len(run.stdout.split()) == PROBLEMS, run.stderr
+        assert bool(server.begins) == asked
+
+
+@pytest.fixture
+def weights(scope, tmp_path):
+    """Calls download_weights.sh for Qwen/Tiny; returns its run and what it wrote."""
+    server, environment = scope
+
+    def download(*options: str) -> tuple[subprocess.CompletedProcess, dict[str, bytes]]:
+        out = tmp_path / "model"
+        command = ["bash", ROOT / "download_weights.sh", "Qwen/Tiny", "--out", out, *options]
+        more = {"env": os.environ | environment, "capture_output": True, "text": True, "timeout": 300}
+        run = subprocess.run(command, **more)
+        return run, {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
+
+    return server, download
 
 
 @pytest.mark.long

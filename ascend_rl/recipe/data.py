@@ -124,19 +124,28 @@ DATASETS = {
 
 
 def read_rows(path: Path) -> Iterator[dict]:
-    """The rows of a .parquet, .jsonl or .json (a list) file, one at a time if the format allows."""
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
+    """The rows of a .parquet, .jsonl or .json (a list) file, one at a time if the format allows.
 
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(4096):
-            yield from batch.to_pylist()
-    elif path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
-            yield from (json.loads(line) for line in lines if line.strip())
-    elif path.suffix == ".json":
-        yield from json.loads(path.read_text(encoding="utf-8"))
-    else:
-        raise CannotWork(f"{path}: give a .parquet, .jsonl or .json file")
+    Raises:
+        CannotWork: it has another format, or is damaged.
+    """
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches(4096):
+                yield from batch.to_pylist()
+        elif path.suffix == ".jsonl":
+            with path.open(encoding="utf-8") as lines:
+                yield from (json.loads(line) for line in lines if line.strip())
+        elif path.suffix == ".json":
+            yield from json.loads(path.read_text(encoding="utf-8"))
+        else:
+            raise CannotWork(f"{path}: give a .parquet, .jsonl or .json file")
+    except CannotWork:
+        raise
+    except ValueError as error:  # also of pyarrow and json
+        raise CannotWork(f"{path} is damaged: {error}") from error
 
 
 def clean(
@@ -203,25 +212,45 @@ def fetch(dataset: Dataset, source: str, split: str) -> Path:
     """Download a split's file, or resume the download; returns its path in the cache.
 
     Raises:
-        CannotWork: the file was damaged on the way; it is not kept.
+        CannotWork: there is no such client, or no file that is what the hub says it is.
     """
-    if source == "hf":
-        from huggingface_hub import hf_hub_download
-
-        path = Path(hf_hub_download(dataset.hf, dataset.files[split], repo_type="dataset"))
-        content = path.resolve()  # the client looks at its size only; its name there says what is in it
-        if damaged(content):
-            path.unlink()
-            content.unlink(missing_ok=True)
-            raise CannotWork(f"{dataset.files[split]} of {dataset.hf} is damaged and was removed: try again")
-        return path
+    file, repository = dataset.files[split], dataset.hf if source == "hf" else dataset.modelscope
     try:
-        from modelscope.hub.file_download import dataset_file_download
+        return from_hf(repository, file) if source == "hf" else from_modelscope(repository, file)
+    except CannotWork:
+        raise
+    except Exception as error:  # each client has its own
+        said = (str(error).splitlines() or [repr(error)])[0]
+        raise CannotWork(
+            f"{file} of {repository} cannot be fetched from {source} ({said}); fetch it elsewhere and give the "
+            "file: --data FILE (evaluate), --source FILE (data)"
+        ) from error
+
+
+def from_hf(repository: str, file: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    path = Path(hf_hub_download(repository, file, repo_type="dataset"))
+    content = path.resolve()  # the client looks at its size only; its name there says what is in it
+    if damaged(content):
+        path.unlink()
+        content.unlink(missing_ok=True)
+        raise CannotWork(f"{file} of {repository} is damaged and was removed: try again")
+    return path
+
+
+def from_modelscope(repository: str, file: str) -> Path:
+    try:
+        from modelscope.hub.snapshot_download import dataset_snapshot_download
     except ImportError:
         raise CannotWork(
             "ModelScope's client is not installed: pip install modelscope, or give --source hf or a file"
         ) from None
-    return Path(dataset_file_download(dataset.modelscope, dataset.files[split]))
+    # Of a single file the client checks nothing, of a snapshot size and sha256.
+    path = Path(dataset_snapshot_download(repository, allow_file_pattern=[file]), file)
+    if not path.exists():
+        raise CannotWork(f"{repository} of ModelScope has no {file}; give --source hf or a file")
+    return path
 
 
 def damaged(path: Path) -> bool:

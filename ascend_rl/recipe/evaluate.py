@@ -70,13 +70,7 @@ def load(data: str, source: str) -> tuple[str, list[Problem]]:
         CannotWork: it is neither, or cannot be fetched, or has no usable rows.
     """
     if data in DATASETS and "test" in DATASETS[data].files:
-        try:
-            path = fetch(DATASETS[data], source, "test")
-        except Exception as error:
-            raise CannotWork(
-                f"{data} cannot be fetched from {source} ({str(error).splitlines()[0]}); "
-                "fetch it elsewhere and give the file: --data FILE.parquet"
-            ) from error
+        path = fetch(DATASETS[data], source, "test")
         convert = DATASETS[data].convert
     else:
         known = ", ".join(name for name, dataset in DATASETS.items() if "test" in dataset.files)
