@@ -222,8 +222,8 @@ def fetch(dataset: Dataset, source: str, split: str) -> Path:
     except Exception as error:  # each client has its own
         said = (str(error).splitlines() or [repr(error)])[0]
         raise CannotWork(
-            f"{file} of {repository} cannot be fetched from {source} ({said}); fetch it elsewhere and give the "
-            "file: --data FILE (evaluate), --source FILE (data)"
+            f"{file} of {repository} cannot be fetched from {source} ({said}); fetch it elsewhere and give "
+            "the file: --data FILE (evaluate), --source FILE (data)"
         ) from error
 
 
