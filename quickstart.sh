@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Try the whole stack on a CPU: patched verl + vLLM + Ray train a tiny Qwen3 with GSPO until it can add.
 #
-# Usage:    bash quickstart.sh [--steps N] [--nproc N]
+# Usage:    bash quickstart.sh [--steps N] [--nproc N] [--evaluate]
 # Example:  bash quickstart.sh
 #           bash quickstart.sh --steps 20
 # Writes:   .venv/, frameworks/, data/tiny/, outputs/<run>/
@@ -10,6 +10,7 @@
 #
 #   --steps N   training steps (default 80)
 #   --nproc N   trainer workers, each with its own vLLM server (default 1)
+#   --evaluate  save, export and evaluate the model too, before and after: avg@4 and pass@4 (about 30 s more)
 #
 # Ends with a table, outputs/<run>/report.json and outputs/<run>/report.png. Ctrl-C stops everything.
 # Succeeds if, after 80 steps or more, the reward is at least 0.8 in training and on held-out prompts, and rollout and
@@ -17,11 +18,12 @@
 started=$SECONDS
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
-STEPS=80 NPROC=1
+STEPS=80 NPROC=1 EVALUATE=0
 while [ $# -gt 0 ]; do
     case "$1" in
     --steps) STEPS="${2:-}"; shift 2 || die "--steps needs a number" ;;
     --nproc) NPROC="${2:-}"; shift 2 || die "--nproc needs a number" ;;
+    --evaluate) EVALUATE=1; shift ;;
     -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;;
     *) die "unknown argument '$1'; see: bash quickstart.sh -h" ;;
     esac
@@ -40,6 +42,21 @@ export STEPS NPUS_PER_NODE="$NPROC" SKIP_REPORT=1 RUN_DEADLINE_S="${RUN_DEADLINE
 export START_DEADLINE_S="${START_DEADLINE_S:-400}" STALL_DEADLINE_S="${STALL_DEADLINE_S:-120}"
 export OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/quickstart}"
 log "3/3 GSPO, $STEPS steps on $NPROC worker(s); the log is $OUTPUT_DIR/train.log"
-bash ray_start_npu.sh internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh
+saving=()
+if [ "$EVALUATE" = 1 ]; then
+    rm -rf "$OUTPUT_DIR"/{checkpoints,evaluation,model}  # of an earlier quickstart
+    saving=("trainer.save_freq=$STEPS")
+fi
+bash ray_start_npu.sh internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh "${saving[@]}"
+if [ "$EVALUATE" = 1 ]; then
+    log "export and evaluation"
+    python -m ascend_rl.export "$OUTPUT_DIR" --out "$OUTPUT_DIR/model"
+    . internal/cpu_env.sh
+    for step in 0 "$STEPS"; do
+        model="$([ "$step" = 0 ] && echo data/tiny/model || echo "$OUTPUT_DIR/model")"
+        python -m ascend_rl.evaluate "$model" --data data/tiny/val.parquet --n 4 --temperature 1 --top-p 1 \
+            --max-tokens 16 --out "$OUTPUT_DIR/evaluation/$step" -- --dtype float32 --max-model-len 64
+    done
+fi
 python -m ascend_rl.report "$OUTPUT_DIR" --wall $((SECONDS - started)) --max-probs-diff 5e-5 \
     --min-reward "$([ "$STEPS" -ge 80 ] && echo 0.8 || echo 0)"

@@ -132,7 +132,8 @@ def test_metrics_that_cannot_be_read(tmp_path, content, message):
 
 def test_figures(run):
     found = figures(run, wall_s=123.0)
-    phases, detail, prediction = (found.pop(k) for k in ("median_phase_s", "median_detail", "predicted_s"))
+    phases = found.pop("median_phase_s")
+    assert [found.pop(key) for key in ("median_detail", "predicted_s", "evaluated")] == [{}, {}, {}]
     assert found == pytest.approx(
         {
             "steps": 6,
@@ -148,7 +149,6 @@ def test_figures(run):
             "wall_s": 123.0,
         }
     )
-    assert detail == prediction == {}
     assert phases == pytest.approx({"rollout": 0.9, "update": 0.3, "other": 0.5})
 
 
@@ -405,6 +405,38 @@ def test_drawn_is_how_lengths_are_distributed(run, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert [(band.x0, band.x1) for band in bands] == [(2, 6)] * 3
     assert [(band.y0, band.y1) for band in bands] == [(2, 11), (3, 10), (4, 9)]
+    plt.close("all")
+
+
+def evaluate(run: Path, step: int | str, **results: dict) -> None:
+    """What ascend_rl.evaluate leaves."""
+    (run / f"evaluation/{step}").mkdir(parents=True)
+    (run / f"evaluation/{step}/report.json").write_text(json.dumps({"model": "m", "results": results}))
+
+
+def test_evaluations_are_in_the_table_and_in_the_picture(run, tmp_path, monkeypatch):
+    """Of some steps, in their order; greedy ones have no pass@n."""
+    import matplotlib.pyplot as plt
+
+    evaluate(run, 0, val={"n": 4, "avg@4": 0.25, "pass@2": 0.3, "pass@4": 0.5})
+    evaluate(run, 100, val={"n": 4, "avg@4": 0.75, "pass@2": 0.8, "pass@4": 1.0}, aime={"n": 1, "avg@1": 0.1})
+    evaluate(run, 20, val={"n": 4, "avg@4": 0.5, "pass@2": 0.6, "pass@4": 0.625})
+    evaluate(run, "other_model", val={"n": 1, "avg@1": 0.0})
+    result = command(run)
+    assert (result.returncode, result.stderr) == (0, "")
+    shown = {
+        line.rpartition("  ")[0].strip(): line.rpartition("  ")[2] for line in result.stdout.splitlines()
+    }
+    assert shown["evaluated: val avg@4"] == "0.250 to 0.500 to 0.750"
+    assert shown["evaluated: val pass@4"] == "0.500 to 0.625 to 1.000"
+    assert shown["evaluated: aime avg@1"].strip() == "0.100"
+    assert not {"evaluated: val pass@2", "evaluated: val avg@1", "evaluated: aime pass@1"} & shown.keys()
+    monkeypatch.setattr(plt, "close", lambda figure: None)  # to look at what was drawn
+    report.plot([("a", report.read_run(run))], tmp_path / "report.png")
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in plt.gcf().axes[0].lines}
+    monkeypatch.undo()
+    assert drawn["a, val avg@4"] == [[0, 0.25], [20, 0.5], [100, 0.75]]
+    assert drawn["a, aime avg@1"] == [[100, 0.1]]
     plt.close("all")
 
 

@@ -34,6 +34,7 @@ LENGTH_RANGES = [
     (f"response_length/{low}", f"response_length/{high}")
     for low, high in (("min", "max"), ("p10", "p90"), ("p25", "p75"))
 ]
+EVALUATED = "evaluation/"
 SPEED = "perf/throughput"  # prompt and response tokens of a step by its time and the number of dies
 PROBS_DIFF = "training/rollout_probs_diff_max"
 # Metrics of ascend_rl/rollout/engine_stats.py.
@@ -73,6 +74,24 @@ def read_metrics(path: Path) -> list[dict]:
     if not any(REWARD in row for row in rows):
         sys.exit(f"{path} holds no training step; the run's output is in train.log beside it")
     return rows
+
+
+def read_run(run: Path) -> list[dict]:
+    """Its metrics, and avg@n and pass@n of `python -m ascend_rl.evaluate --out RUN/evaluation/STEP`."""
+    rows = read_metrics(run / "metrics.jsonl")
+    for file in sorted(run.glob("evaluation/*/report.json"), key=lambda file: file.parent.name.zfill(9)):
+        if file.parent.name.isdigit():
+            row = {"step": int(file.parent.name)}
+            for data, figures in json.loads(file.read_text())["results"].items():
+                kinds = dict.fromkeys((f"avg@{figures['n']}", f"pass@{figures['n']}"))
+                row |= {f"{EVALUATED}{data} {kind}": figures[kind] for kind in kinds if kind in figures}
+            rows.append(row)
+    return rows
+
+
+def evaluated(rows: list[dict]) -> list[str]:
+    """The keys of `read_run`'s evaluations."""
+    return sorted({key for row in rows for key in row if key.startswith(EVALUATED)})
 
 
 def read_part(path: Path) -> list[dict]:
@@ -152,6 +171,7 @@ def summarise(rows: list[dict], wall_s: float | None, prediction: dict[str, floa
         "final_reward": statistics.fmean(rewards(rows)[1][-FINAL_STEPS:]),
         "val_reward": val[-1] if val else None,
         "val_reward_before": val[0] if len(val) > 1 else None,
+        "evaluated": {key.removeprefix(EVALUATED): series(rows, key)[1] for key in evaluated(rows)},
         "max_rollout_probs_diff": max(diffs, key=lambda d: math.inf if math.isnan(d) else d, default=None),
         "mean_clip_share": statistics.fmean(series(rows, CLIPPED)[1] or [0.0]),
         "tokens_per_s_die": statistics.median(speed) if speed else None,
@@ -218,6 +238,10 @@ def lines(report: dict) -> list[tuple[str, str]]:
         (f"reward, mean of the last {FINAL_STEPS} steps", show(report["final_reward"])),
         ("held-out reward, greedy, before", show(report["val_reward_before"])),
         ("held-out reward, greedy, after", show(report["val_reward"])),
+        *(
+            (f"evaluated: {name}", " to ".join(map(show, values)))
+            for name, values in report["evaluated"].items()
+        ),
         ("largest rollout/trainer probability gap", "-" if diff is None else f"{diff:.1e}"),
         ("clipped share", show(report["mean_clip_share"])),
         ("prompt and response tokens/s and die", show(report["tokens_per_s_die"], 1)),
@@ -241,6 +265,9 @@ def draw_reward(axes, runs: list[tuple[str, list[dict]]]) -> None:
     for name, rows in runs:
         (line,) = axes.plot(*rewards(rows), label=f"{name}, training", linewidth=1.2)
         axes.plot(*validation(rows), "o--", color=line.get_color(), label=f"{name}, held out", markersize=5)
+        for mark, key in zip("^vsD" * 9, evaluated(rows), strict=False):
+            label = f"{name}, {key.removeprefix(EVALUATED)}"
+            axes.plot(*series(rows, key), mark, color=line.get_color(), label=label, markersize=5)
     axes.set(title="reward", ylim=(-0.02, 1.02))
 
 
@@ -395,7 +422,7 @@ Writes report.json, report.png and, with --html, report.html into the directory 
     args = parser.parse_args()
     directories = [*args.run, *args.compare]
     run = directories[0]
-    runs = [(one.resolve().name, read_metrics(one / "metrics.jsonl")) for one in directories]
+    runs = [(one.resolve().name, read_run(one)) for one in directories]
     report = summarise(runs[0][1], args.wall, predicted(run, runs[0][1], of_run))
     (run / "report.json").write_text(as_json(report))
     plot(runs, run / "report.png")

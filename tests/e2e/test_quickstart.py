@@ -47,6 +47,31 @@ def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabil
     assert list((output / "tensorboard").glob("events*"))
 
 
+@pytest.mark.long
+def test_the_quickstarts_model_is_exported_and_evaluated(root, tmp_path, nothing_left_behind):
+    """Twice into one directory; what was evaluated is what was trained, and the picture shows it."""
+    output = tmp_path / "run"
+    for steps in (1, 20):
+        run = subprocess.run(
+            ["bash", "quickstart.sh", "--steps", str(steps), "--evaluate"],
+            cwd=root,
+            text=True,
+            capture_output=True,
+            env=os.environ | {"OUTPUT_DIR": str(output)},
+        )
+        assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    evaluations = {
+        step: json.loads((output / f"evaluation/{step}/report.json").read_text()) for step in (0, 20)
+    }
+    assert evaluations[20]["model"].startswith(f"{output}/model ")
+    before, after = (evaluations[step]["results"]["val"] for step in (0, 20))
+    assert after["avg@4"] > before["avg@4"] + 0.1 and after["pass@4"] > after["avg@4"]
+    assert (
+        f"evaluated: val avg@4                        {before['avg@4']:.3f} to {after['avg@4']:.3f}"
+        in run.stdout
+    )
+
+
 def test_two_workers_share_the_steps_of_dapo(tmp_path, nothing_left_behind, same_probabilities):
     """Two FSDP ranks, two vLLM servers; samples placed, requests that move, batches of groups that vary.
 
