@@ -24,8 +24,10 @@ import shutil
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 TRACKER, PARTIAL, REPLACED = "latest_checkpointed_iteration.txt", ".partial", ".replaced"
+RNG_STATE = re.compile(r"rng_state/shard_0\.0_(\d+)\.(\d+)")
 SHARD = re.compile(r"(.+)_world_size_(\d+)_rank_(\d+)\.pt")
 
 
@@ -162,3 +164,27 @@ def first_pass(step: int, batches: int, steps: int) -> int:
     []
     """
     return max(step - 1, 0) // batches if step < steps else sys.maxsize
+
+
+def has_rng_states(directory: str, mpu: Any) -> bool:
+    """Whether a Megatron checkpoint has a state of random numbers for each rank of this TP and PP.
+
+    They cannot be split anew, unlike weights and the optimizer; Megatron-LM leaves them out too.
+
+    Args:
+        directory: with ``.metadata`` of torch.distributed.checkpoint.
+        mpu: megatron.core.parallel_state.
+    """
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+
+    keys = FileSystemReader(directory).read_metadata().state_dict_metadata
+    saved = [tuple(map(int, found.groups())) for key in keys if (found := RNG_STATE.fullmatch(key))]
+    here = mpu.get_pipeline_model_parallel_world_size(), mpu.get_tensor_model_parallel_world_size()
+    if saved and here not in saved and torch.distributed.get_rank() == 0:
+        print(
+            f"the checkpoint is of PP{saved[0][0]} TP{saved[0][1]}, this run of PP{here[0]} TP{here[1]}: "
+            "weights and optimizer go on, the trainer's random numbers start anew",
+            flush=True,
+        )
+    return here in saved
