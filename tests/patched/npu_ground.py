@@ -17,7 +17,6 @@ import gc
 import importlib.util
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -57,8 +56,7 @@ class Ground:
         return self
 
     def __exit__(self, *error) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.terminate()
         self.process.communicate()
         self.directory.cleanup()
 
@@ -66,21 +64,18 @@ class Ground:
         """What ``function(*args, **kwargs)`` returns in a process with vllm-ascend, through JSON.
 
         Raises:
-            AssertionError: it raised (with its traceback and output), or did not return in ``seconds``; then
-                the process is ended.
+            AssertionError: it raised (with its traceback and output), died, or did not return in ``seconds``.
         """
         result, name = Path(self.directory.name, "result"), function.__name__
         result.unlink(missing_ok=True)
-        job = [function.__module__.rpartition(".")[2], name, args, kwargs, str(result)]
+        job = [function.__module__.rpartition(".")[2], name, args, kwargs, str(result), seconds]
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
-        answered = select.select([self.process.stdout], [], [], seconds)[0] and self.process.stdout.readline()
-        if answered and result.exists():
+        self.process.stdout.readline()
+        value, error = None, f"it died, or did not return in {seconds:.0f} s"
+        if result.exists():
             value, error = json.loads(result.read_text())
-        else:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            error = f"no answer in {seconds} s, or the process died"
         if error:
             raise AssertionError(f"{name}: ...{self.log.read_text()[-4000:]}\n{error}")
         return value
@@ -126,9 +121,13 @@ def serve() -> None:
     faulthandler.enable()
     gc.freeze()  # an engine collects garbage many times while it starts
     for line in sys.stdin:
-        module, name, args, kwargs, result = json.loads(line)
+        module, name, args, kwargs, result, seconds = json.loads(line)
+        os.truncate(2, 0)  # the log is the job's
         pid = os.fork()
         if pid == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.setsid()  # so that its ranks and planners end with it, however it ends
+            faulthandler.dump_traceback_later(seconds, exit=True)
             try:
                 answer = json.dumps([getattr(importlib.import_module(module), name)(*args, **kwargs), None])
             except BaseException:
@@ -137,7 +136,11 @@ def serve() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-        os.waitpid(pid, 0)
+        try:
+            os.waitpid(pid, 0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         print("done", file=answers, flush=True)
 
 
@@ -221,4 +224,5 @@ def on_ranks(series: str, world: int, function, *args):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     serve()

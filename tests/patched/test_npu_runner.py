@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 
 import pytest
 import torch
-from npu_ground import generate, save_random_model
+from npu_ground import generate, on_ranks, save_random_model
 
 NEW_TOKENS = 16
 LAYERS = 2
@@ -43,3 +45,27 @@ def test_greedy_tokens_equal_hugging_face(npu_ground, tmp_path, kind):
                 "npu_add_rms_norm_bias": 2} | ({"npu_swiglu": 1} if kind == "dense" else experts)  # fmt: skip
     calls = {name: each_layer * calls for name, calls in expected.items()}
     assert result["calls"] == calls | {"npu_rms_norm": NEW_TOKENS * (2 * LAYERS + 1)}
+
+
+def fail_on_the_second_of_two_ranks() -> None:
+    on_ranks("A3", 2, fail_as_second)
+
+
+def fail_as_second() -> None:
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("the second rank's own error")
+    time.sleep(3600)
+
+
+def sleep_for(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def test_a_job_that_dies_or_hangs_leaves_the_ground_to_the_next(npu_ground):
+    """Whichever rank failed first: the whole suite once failed where the second had."""
+    with pytest.raises(AssertionError, match=r"the second rank's own error(.|\n)*died"):
+        npu_ground.run(fail_on_the_second_of_two_ranks)
+    with pytest.raises(AssertionError, match=r"in sleep_for\n(.|\n)*did not return in 1 s"):
+        npu_ground.run(sleep_for, 3600.0, seconds=1)
+    assert npu_ground.run(sleep_for, 0.1) == 0.1
