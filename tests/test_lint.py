@@ -268,6 +268,32 @@ def test_checkpoints_need_room(on_base, tmp_path):
         assert all("9874 GB needed" in finding.why + finding.where for finding in found)
 
 
+def test_a_checkpoint_is_resumed_by_the_engine_that_saved_it(on_base, tmp_path):
+    """FSDP by as many dies, 8 here; Megatron by Megatron; a file that says nothing is nobody's."""
+    actor = tmp_path / "global_step_5/actor"
+    actor.mkdir(parents=True)
+    here = ["trainer.device=cpu", "trainer.nnodes=2", "trainer.n_gpus_per_node=4"]
+    ways = {
+        "auto": [f"trainer.default_local_dir={tmp_path}"],
+        "path": ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={actor.parent}"],
+        "disable": [f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=disable"],
+    }
+
+    def said(base: str, way: str) -> list[str]:
+        found = linter.lint(on_base(base), None, [*here, *ways[way]])
+        return [finding.why for finding in found if finding.check == "train.resume_engine"]
+
+    (actor / "dist_ckpt").mkdir()
+    assert said("megatron", "auto") == said("fsdp", "disable") == []
+    for way in ("auto", "path"):
+        (why,) = said("fsdp", way)
+        assert "Megatron saved it, this run trains with FSDP on 8 dies" in why
+    (actor / "dist_ckpt").rmdir()
+    for text, fsdp, megatron in (('{"world_size": 4}', 1, 1), ('{"world_size": 8}', 0, 1), ("{", 0, 0)):
+        (actor / "fsdp_config.json").write_text(text)
+        assert (len(said("fsdp", "auto")), len(said("megatron", "auto"))) == (fsdp, megatron)
+
+
 def test_hdp_needs_an_actor_that_follows_plans(on_base):
     whole = f"{ACTOR}.whole_batch_loss=True"
     cp1 = [whole, f"{MEGATRON}.context_parallel_size=1", f"{MEGATRON}.pipeline_model_parallel_size=4"]
@@ -441,6 +467,7 @@ def test_every_rule_is_tried():
         "rollout.memory",
         "rollout.flashcomm",
         "train.checkpoint_disk",
+        "train.resume_engine",
         "rollout.kv_capacity",
         "rollout.seats",
         "options.unchecked",

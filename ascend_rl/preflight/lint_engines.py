@@ -20,6 +20,7 @@ from ascend_rl.preflight.lint_setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup
 from ascend_rl.rollout import npu_options
 from ascend_rl.settings.model import QWEN
 from ascend_rl.settings.switch import CannotWork
+from ascend_rl.weights import checkpoints
 
 LOCAL_DIRECTORIES = ("/tmp", "/var", "/dev/shm")
 GSPO_LOSSES = ("gspo", "gspo_token")
@@ -621,6 +622,25 @@ def _(s):
             yield f"{optim}.{key}", f"{s.get(f'{optim}.{key}')}"
     if (style := s.get(f"{optim}.lr_decay_style", "constant")) != "constant":
         yield f"{optim}.lr_decay_style", f"{style}"
+
+
+@rule(
+    "train.resume_engine",
+    "error",
+    "the checkpoint that a run would go on from is one that its engine can load",
+    why="FSDP loads what as many dies saved, Megatron what Megatron saved",
+    fix="train as the checkpoint was saved, set another OUTPUT_DIR, or trainer.resume_mode=disable",
+)
+def _(s):
+    mode = s.get("trainer.resume_mode")
+    key = "trainer.resume_from_path" if mode == "resume_path" else "trainer.default_local_dir"
+    if not s.here or mode == "disable":
+        return
+    folder = Path(str(s.get(key, ".")))
+    if found := folder if mode == "resume_path" else checkpoints.newest(folder):
+        ranks = s.number("trainer.nnodes") * s.number("trainer.n_gpus_per_node")
+        if reason := checkpoints.other_engine(str(found), str(s.get(f"{ACTOR}.strategy")), ranks):
+            yield key, f"{found}: {reason}"
 
 
 @rule(

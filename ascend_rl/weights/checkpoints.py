@@ -8,6 +8,7 @@ and says so in one line); after a restart nothing older is deleted, and the disk
     begin    global_step_N.partial, in which workers and trainer write
     commit   sync -> rename to global_step_N -> the tracker, by rename -> delete all but the last KEEP
     latest   the checkpoint to go on from: the tracker's, else the newest complete one (`newest`)
+    check_engine refuses the checkpoint of another engine, or of another number of FSDP's ranks
     first_pass   the pass over the data that `fit` goes on with
 
 Invariants (tests/test_checkpoints.py, killed at every step of `commit`): a directory named global_step_N is
@@ -18,6 +19,7 @@ but complete checkpoints beyond KEEP and partial ones that are older than a comp
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -25,6 +27,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+from ascend_rl.settings.switch import refuse
 
 TRACKER, PARTIAL, REPLACED = "latest_checkpointed_iteration.txt", ".partial", ".replaced"
 RNG_STATE = re.compile(r"rng_state/shard_0\.0_(\d+)\.(\d+)")
@@ -150,6 +154,34 @@ def newest(directory: Path) -> Path | None:
         # Between a rename and the tracker the new checkpoint is complete already, but either will do.
         found = [path for path in found if step_of(path) == step] or found
     return found[-1] if found else None
+
+
+def other_engine(checkpoint: str, strategy: str, ranks: int) -> str:
+    """Why this run's engine cannot load a checkpoint; empty where it can, or where nothing tells.
+
+    Args:
+        checkpoint: global_step_N.
+        strategy: ``fsdp``, ``fsdp2`` or ``megatron``.
+        ranks: processes of the actor. Megatron splits a checkpoint anew, FSDP needs as many as saved it.
+    """
+    actor, saved = Path(checkpoint, "actor"), ""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        saved = f"FSDP on {json.loads((actor / 'fsdp_config.json').read_text())['world_size']} dies"
+    if not saved and (actor / "dist_ckpt").is_dir():
+        saved = "Megatron"
+    wanted = "Megatron" if strategy == "megatron" else f"FSDP on {ranks} dies"
+    return "" if saved in ("", wanted) else f"{saved} saved it, this run trains with {wanted}"
+
+
+def check_engine(checkpoint: str, strategy: str, ranks: int) -> None:
+    """Refuse `other_engine` before each worker ends with "No such file or directory".
+
+    Raises:
+        CannotWork: who saved it, and what to do.
+    """
+    reason = other_engine(checkpoint, strategy, ranks)
+    others = "begin with its weights (python -m ascend_rl.export), or trainer.resume_mode=disable"
+    refuse(f"resuming {checkpoint}", [f"{reason}: train as it was saved, {others}"] if reason else [])
 
 
 def first_pass(step: int, batches: int, steps: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,8 @@ def run(folder: Path, monkeypatch, *overrides: str, die_at: int = 0, when: str =
             with (folder / "events").open("a") as file:
                 file.write(f"{[event[:2] for event in events if event[0] == 'train']}\n")
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -100,3 +103,21 @@ def test_a_run_that_is_done_trains_nothing_more(tmp_path, monkeypatch):
     for steps in (2, 0):
         assert run(tmp_path, monkeypatch, "trainer.total_training_steps=2") == 0
         assert len(trained(tmp_path)) == steps
+
+
+@pytest.mark.parametrize("resume", [[], ["trainer.resume_mode=resume_path"]], ids=["auto", "path"])
+def test_a_checkpoint_of_other_ranks_is_refused_before_the_workers_load_it(
+    tmp_path, monkeypatch, capfd, resume
+):
+    """Verl's workers would each end with "No such file or directory"."""
+    assert run(tmp_path, monkeypatch, "trainer.total_training_steps=2") == 0
+    saved = tmp_path / "checkpoints/global_step_2"
+    more = [*resume, f"trainer.resume_from_path={saved}", "trainer.total_training_steps=3"]
+    more += ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
+    (saved / "actor/fsdp_config.json").write_text('{"FSDP_version": 1, "world_size": 4}')
+    assert run(tmp_path, monkeypatch, *more) == 1
+    said = capfd.readouterr().err
+    assert f"resuming {saved} cannot work here:" in said
+    assert "FSDP on 4 dies saved it, this run trains with FSDP on 2 dies" in said
+    (saved / "actor/fsdp_config.json").write_text('{"FSDP_version": 1, "world_size": 2}')
+    assert run(tmp_path, monkeypatch, *more) == 0
