@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 
 import pytest
-from wheels import wheels_file
 
 from ascend_rl.launch.check import judge, links
 
 pytestmark = pytest.mark.long
 
 
-def test_a_check_on_the_software_npu(root, tmp_path):
-    """Two dies of a node sum over HCCL, by the launcher's way; a die that is not there is an error."""
+def check(root, tmp_path, **variables: str) -> tuple[int, str]:
+    """Status and output of a check of two dies of a software NPU, by the launcher's way."""
     script = tmp_path / "train_it.sh"
     script.write_text(f"touch {tmp_path}/trained\n")
     environ = os.environ | {
-        "SOFTWARE_NPU_COUNT": "2",
-        "SOFTWARE_NPU_WHEELS": str(wheels_file()),
-        "PYTHONPATH": str(root / "software_npu/site"),
-        "PATH": f"{root}/software_npu/node/bin:{os.environ['PATH']}",
-        "ASCEND_HOME_PATH": str(root / "software_npu/node/cann"),
+        "SMOKE": "1",
         "NPUS_PER_NODE": "2",
         "SKIP_PREFLIGHT": "1",  # which finds what a software NPU lacks of a node
         "OUTPUT_DIR": str(tmp_path / "out"),
         "LOG_DIR": str(tmp_path / "logs"),
     }
     command = ["bash", "ray_start_npu.sh", "--check", str(script)]
-    result = subprocess.run(command, cwd=root, env=environ, text=True, capture_output=True)
-    text = result.stdout + result.stderr
-    assert result.returncode == 0, text
+    result = subprocess.run(command, cwd=root, env=environ | variables, text=True, capture_output=True)
+    assert not (tmp_path / "trained").exists()
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_a_check_on_the_software_npu(root, tmp_path):
+    """The dies sum over HCCL, and roll out on vllm-ascend."""
+    status, text = check(root, tmp_path)
+    assert status == 0, text
     assert "hccl: 2 dies of 1 node(s); all-reduce " in text and "within a node: 1 links, median " in text
     assert "between nodes" not in text and "check: 0 errors, " in text
-    assert not (tmp_path / "trained").exists()
+    assert re.search(r"rollout: one token on 1 node\(s\), log-prob within 0\.0\d+ of Hugging Face's", text)
+
+
+def test_a_node_whose_vllm_finds_no_platform_fails_the_check(root, tmp_path):
+    """As without vllm-ascend's entry points: this vLLM then runs on the CPU, and computes the same."""
+    status, text = check(root, tmp_path, VLLM_PLUGINS="none")
+    assert status == 1 and "hccl: 2 dies" in text
+    assert "ERROR: the rollout on " in text and "check: 1 errors" in text
+    assert "vLLM runs on cpu and not on npu: it finds no vllm-ascend" in text
 
 
 def test_a_check_asks_the_preflight_of_all_nodes_first(root, tiny, tmp_path):
@@ -51,6 +61,7 @@ def test_a_check_asks_the_preflight_of_all_nodes_first(root, tiny, tmp_path):
     assert result.returncode == 0, text
     assert text.count("0 errors, ") == 3  # of this node, of the cluster, of the dies
     assert "gloo: 1 dies of 1 node(s); all-reduce " in text
+    assert "rollout: one token on 1 node(s), log-prob within " in text
 
 
 @pytest.mark.parametrize("places", [[0], [0, 0], [0, 1], [0] * 5, [0] * 3 + [1] * 3 + [2] * 3])

@@ -29,6 +29,7 @@ SLOW = 2.0  # times the median
 DEADLINE_S = 600.0  # for HCCL to connect all dies; links of many nodes take minutes
 BYTES = {"npu": 64 << 20, "cpu": 1 << 20}
 TIMES = 5
+GAP = 0.05  # of log-probs in bfloat16, whose logits of about 10 have 8 bits
 SIDE = {"npu": 4096, "cpu": 256}
 CLASSES = ("within a node", "between nodes")
 
@@ -95,6 +96,13 @@ def judge(names: Sequence[str], products: Sequence[float], speeds: dict[str, dic
     return found
 
 
+def kind() -> str:
+    """npu where PyTorch has one, else cpu."""
+    import torch
+
+    return "npu" if hasattr(torch, "npu") and torch.npu.is_available() else "cpu"
+
+
 class Die:
     """The actor on a die."""
 
@@ -117,7 +125,7 @@ class Die:
         import torch
         import torch.distributed as dist
 
-        self.kind = "npu" if hasattr(torch, "npu") and torch.npu.is_available() else "cpu"
+        self.kind = kind()
         if self.kind == "npu":
             torch.npu.set_device(0 if torch.npu.device_count() == 1 else self.index())
         host = f"[{address}]" if ":" in address else address
@@ -188,28 +196,108 @@ class Die:
         return BYTES[self.kind] / taken
 
 
-def smoke(deadline_s: float = DEADLINE_S) -> tuple[list[str], list[str]]:
-    """Steps 2 and 3 on all NPUs of the connected Ray cluster; returns errors and warnings, prints figures."""
+class Engine:
+    """The actor on a node that rolls out."""
+
+    def gap(self, dies: int) -> float:
+        """Of the log-probs of one token, by vLLM and by Hugging Face, the difference."""
+        import tempfile
+
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        from vllm import LLM, SamplingParams
+        from vllm.platforms import current_platform
+
+        if (chosen := current_platform.device_type) != (wanted := kind()):
+            raise RuntimeError(
+                f"vLLM runs on {chosen or 'nothing'} and not on {wanted}: it finds no vllm-ascend"
+            )
+        torch.manual_seed(0)
+        shapes = {"hidden_size": 256, "intermediate_size": 64 * dies, "vocab_size": 1024, "head_dim": 128}
+        heads = {"num_attention_heads": 2 * dies, "num_key_value_heads": dies, "num_hidden_layers": 2}
+        model = Qwen3ForCausalLM(Qwen3Config(**shapes, **heads, initializer_range=0.08)).eval()
+        ids = list(range(1, 65))
+        with torch.no_grad():
+            expected = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        with tempfile.TemporaryDirectory() as directory:
+            model.save_pretrained(directory)
+            llm = LLM(
+                directory, tensor_parallel_size=dies, distributed_executor_backend="mp" if dies > 1 else None,
+                skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=1, seed=0,
+            )  # fmt: skip
+            sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=0, detokenize=False)
+            (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+        (token,), (log_probs,) = output.outputs[0].token_ids, output.outputs[0].logprobs
+        return abs(log_probs[token].logprob - expected[token].item())
+
+
+def nodes_of_ray() -> list[dict]:
+    import ray
+
+    return sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: n["NodeManagerAddress"])
+
+
+def on_node(node: dict, actor, npus: int):
+    """An actor's class that starts on a node, with so many of its NPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: n["NodeManagerAddress"])
-    actor = ray.remote(num_cpus=0, resources={"NPU": 1})(Die)
-    dies, names, places = [], [], []
+    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    return ray.remote(num_cpus=0, resources={"NPU": npus}, scheduling_strategy=there)(actor)
+
+
+def answers(names: Sequence[str], calls: list, deadline_s: float) -> list:
+    """All answers; raises with the names of those that gave none."""
+    import ray
+
+    _, late = ray.wait(calls, num_returns=len(calls), timeout=deadline_s)
+    missing = [name for name, call in zip(names, calls, strict=True) if call in late]
+    if missing:
+        raise TimeoutError(f"no answer within {deadline_s:g} s from: {', '.join(missing)}")
+    return ray.get(calls)
+
+
+def last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def rollout(deadline_s: float = DEADLINE_S) -> list[str]:
+    """Step 4 on all nodes at a time; returns errors, prints the largest difference."""
+    import ray
+
+    nodes = [(node, int(node["Resources"].get("NPU", 0))) for node in nodes_of_ray()]
+    engines = [
+        (node["NodeManagerAddress"], on_node(node, Engine, npus).remote(), npus) for node, npus in nodes
+    ]
+    calls = [engine.gap.remote(npus) for _, engine, npus in engines]
+    errors, gaps = [], []
+    for (name, engine, _), call in zip(engines, calls, strict=True):
+        try:
+            gaps += answers([name], [call], deadline_s)
+            if not gaps[-1] < GAP:
+                errors.append(f"vLLM on {name} computes other log-probs than Hugging Face: by {gaps[-1]:.3g}")
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            errors.append(f"the rollout on {name} failed: {last_line(error)}")
+        ray.kill(engine)
+    if gaps:
+        print(f"rollout: one token on {len(gaps)} node(s), log-prob within {max(gaps):.1g} of Hugging Face's")
+    return errors
+
+
+def smoke(deadline_s: float = DEADLINE_S) -> tuple[list[str], list[str]]:
+    """Steps 2 and 3 on all NPUs of the connected Ray cluster; returns errors and warnings, prints figures."""
+    import ray
+
+    nodes, dies, names, places = nodes_of_ray(), [], [], []
 
     def ask(calls: list) -> list:
-        """All answers; raises with the names of those that gave none."""
-        done, late = ray.wait(calls, num_returns=len(calls), timeout=deadline_s)
-        missing = [name for name, call in zip(names, calls, strict=True) if call in late]
-        if missing:
-            raise TimeoutError(f"no answer within {deadline_s:g} s from: {', '.join(missing)}")
-        return ray.get(calls)
+        return answers(names, calls, deadline_s)
 
     try:
         for number, node in enumerate(nodes):
-            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             count = int(node["Resources"].get("NPU", 0))
-            dies += [actor.options(scheduling_strategy=there).remote() for _ in range(count)]
+            dies += [on_node(node, Die, 1).remote() for _ in range(count)]
             names += [node["NodeManagerAddress"]] * count
             places += [number] * count
         order = sorted(zip(places, ask([die.index.remote() for die in dies]), range(len(dies)), strict=True))
@@ -225,8 +313,7 @@ def smoke(deadline_s: float = DEADLINE_S) -> tuple[list[str], list[str]]:
             rates = ask([die.exchange.remote(peers.get(rank)) for rank, die in enumerate(dies)])
             speeds.setdefault(name, {}).update({(a, b): min(rates[a], rates[b]) for a, b in pairs})
     except (TimeoutError, ray.exceptions.RayError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return [lines[-1]], []
+        return [last_line(error)], []
     finally:
         for die in dies:
             ray.kill(die)
@@ -261,6 +348,7 @@ def main() -> int:
     if not ray.is_initialized():
         ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
     errors, warnings = smoke()
+    errors = errors or rollout()
     for text in warnings:
         print(f"WARNING: {text}")
     for text in errors:
