@@ -57,8 +57,13 @@ def test_training_takes_documented_dtypes_and_layouts_only():
         ("shapes of key .* and value .* differ", {"value": npu(5, 2, 16)}),
         ("padding_mask is not supported", {"padding_mask": mask(6, 6)}),
         (r"keep_prob 0.0 is not in \(0, 1\]", {"keep_prob": 0.0}),
+        ("softmax_layout 'BSND'", {"softmax_layout": "BSND"}),
+        ("softmax_layout 'TND'", {"layout": "BSND", "softmax_layout": "TND"}),
     ])  # fmt: skip
-    refused(trained, [("no kernel", {"keep_prob": 0.5})], NotImplementedError)
+    refused(trained, [
+        ("keep_prob 0.5 has no kernel", {"keep_prob": 0.5}),
+        ("softmax_layout TND has no kernel", {"softmax_layout": "TND"}),
+    ], NotImplementedError)  # fmt: skip
 
 
 @on_npu()
@@ -73,6 +78,10 @@ def test_training_takes_documented_heads_only():
         (r"head size 784 is not in \[1, 768\]", tensors(6, 1, 784) | {"head_num": 1}),
         (r"number of heads 257 is not in \[1, 256\]", tensors(6, 257, 16) | {"head_num": 257}),
         ("H 64 of query is no multiple of head_num 3", {"layout": "BSH", "head_num": 3}),
+        ("H 40 of key is no multiple of the head size 16",
+         {"layout": "BSH", "key": npu(1, 6, 40), "value": npu(1, 6, 40)}),
+        (r"number of heads 0 is not in \[1, 256\]", tensors(6, 0, 16) | {"head_num": 0}),
+        (r"4 heads of query are no multiple of 0 heads", {"key": npu(6, 0, 16), "value": npu(6, 0, 16)}),
         ("batches of query 1 and key 2 differ",
          {"layout": "BSND", "key": npu(2, 6, 2, 16), "value": npu(2, 6, 2, 16)}),
     ])  # fmt: skip
@@ -87,6 +96,7 @@ def test_training_takes_ends_of_packed_sequences():
         ("actual_seq_qlen is needed with layout TND", {"actual_seq_qlen": None}),
         ("actual_seq_qlen are ends, which do not descend: 4, 2", dict.fromkeys(both, [4, 2])),
         ("actual_seq_kvlen end at 5 of 6 rows", {"actual_seq_kvlen": [2, 5]}),
+        ("actual_seq_qlen begins at -1", dict.fromkeys(both, [-1, 6])),
         ("2 actual_seq_qlen, 1 actual_seq_kvlen", {"actual_seq_kvlen": [6]}),
         ("has 1025 sequences, more than 1024", dict.fromkeys(both, [0] * 1024 + [6])),
     ])  # fmt: skip
@@ -108,6 +118,10 @@ def test_training_takes_the_mask_of_its_mode():
          ends | {"atten_mask": mask(6, 6), "sparse_mode": 0}),
         (r"atten_mask \[1, 1, 1, 6\] is not \[6, 6\] or", {
             "layout": "BSND", "atten_mask": mask(1, 1, 1, 6), "sparse_mode": 0}),
+        (r"is not \[2048, 2048\] or \[1, 1, 2048, 2048\], with sparse_mode 4",
+         {"layout": "BSND", "atten_mask": mask(6, 6), "sparse_mode": 4}),
+        (r"is not \[3072, 2048\] or \[1, 1, 3072, 2048\], with sparse_mode 6",
+         {"layout": "BSND", "sparse_mode": 6}),
         ("Tensor atten_mask not implemented for DT_INT8", {"atten_mask": mask(2048, 2048, dtype=torch.int8)}),
         (r"sparse_mode 9 is not in \[0, 8\]", {"sparse_mode": 9}),
         ("sparse_mode 5 is not supported with layout TND", {"sparse_mode": 5}),
@@ -166,6 +180,9 @@ def test_inference_takes_documented_inputs_only():
         ("key is DT_FLOAT16, query DT_BFLOAT16", cached(3, 128, 32, dtype=torch.float16)),
         ("input_layout TDN is none of", {"input_layout": "TDN"}),
         ("num_heads 8, but query has 4 heads", {"num_heads": 8}),
+        ("query has 2 dimensions, layout TND 3", {"query": npu(6, 64)}),
+        (r"number of heads 257 is not in \[1, 256\]",
+         {"query": npu(6, 257, 16), "num_heads": 257, "num_key_value_heads": 257}),
         ("4 heads of query are no multiple of 3 heads", {"num_key_value_heads": 3}),
         ("128 heads to 1 of key and value: more than 64",
          {"query": npu(6, 128, 16), "num_heads": 128, "num_key_value_heads": 1}),
@@ -184,6 +201,7 @@ def test_inference_takes_ends_of_queries_and_lengths_of_paged_keys():
         ("actual_seq_lengths_kv is needed", {"actual_seq_lengths_kv": None}),
         ("actual_seq_lengths are ends, which do not descend: 6, 4", {"actual_seq_lengths": [6, 4]}),
         ("actual_seq_lengths end at 4 of 6 rows", {"actual_seq_lengths": [2, 4]}),
+        ("actual_seq_lengths begins at -2", {"actual_seq_lengths": [-2, 6]}),
         ("lengths_kv end at 5 of 6 rows", UNPAGED | cached(6, 2, 16) | {"actual_seq_lengths_kv": [2, 5]}),
         ("2 actual_seq_lengths, 1 actual_seq_lengths_kv", {"actual_seq_lengths_kv": [200]}),
         ("has 4097 sequences, more than 4096", {"actual_seq_lengths": [0] * 4096 + [6],
@@ -251,6 +269,9 @@ def test_paged_attention_takes_what_atb_documents_only():
     refused(paged, [
         ("PagedAttentionOperation.*4 heads of query are no multiple of 3", {"num_kv_heads": 3}),
         ("num_kv_heads 4, but key_cache has 2 heads", {"num_kv_heads": 4}),
+        ("key_cache has 3 dimensions, not 4", caches(3, 128, 32)),
+        (r"block_table \[1, 2\] has no row for each of 2 sequences",
+         {"block_table": torch.zeros(1, 2, dtype=torch.int32).npu()}),
         ("block_size 24 is no multiple of 16", caches(9, 24, 2, 16)),
         (r"query \[2, 4, 32\] is not \[tokens, 4, 16\]", {"query": npu(2, 4, 32)}),
         (r"head size 592 is not in \[1, 576\]", caches(3, 128, 2, 592) | {"query": npu(2, 4, 592)}),
