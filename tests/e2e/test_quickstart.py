@@ -49,17 +49,19 @@ def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabil
 
 @pytest.mark.long
 def test_the_quickstarts_model_is_exported_and_evaluated(root, tmp_path, nothing_left_behind):
-    """Twice into one directory; what was evaluated is what was trained, and the picture shows it."""
+    """What was evaluated is what was trained, and the picture shows it; nothing of an earlier run is."""
     output = tmp_path / "run"
-    for steps in (1, 20):
-        run = subprocess.run(
-            ["bash", "quickstart.sh", "--steps", str(steps), "--evaluate"],
-            cwd=root,
-            text=True,
-            capture_output=True,
-            env=os.environ | {"OUTPUT_DIR": str(output)},
-        )
-        assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    for stale in ("checkpoints/global_step_9", "evaluation/9", "model/earlier"):
+        (output / stale).mkdir(parents=True)
+    run = subprocess.run(
+        ["bash", "quickstart.sh", "--steps", "20", "--evaluate"],
+        cwd=root,
+        text=True,
+        capture_output=True,
+        env=os.environ | {"OUTPUT_DIR": str(output)},
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    assert not (output / "model/earlier").exists() and len(training(output)) == 20
     evaluations = {
         step: json.loads((output / f"evaluation/{step}/report.json").read_text()) for step in (0, 20)
     }

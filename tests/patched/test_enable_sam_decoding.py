@@ -163,7 +163,12 @@ def test_aborted_requests_are_forgotten(sam, expected):
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"temperature": 1.0}, {"temperature": 0.5, "top_k": 5, "top_p": 0.9}], ids=str
+    "sampling",
+    [
+        {"temperature": 1.0},
+        pytest.param({"temperature": 0.5, "top_k": 5, "top_p": 0.9}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_sampled_output_has_the_exact_distribution(model, sam, always_drafts, sampling):
     """3,000 samples of one prompt, all within one group: each position against all beginnings."""
