@@ -18,6 +18,5 @@ export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
 # Collectives and vLLM's sockets stay on this machine.
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" VLLM_HOST_IP="${VLLM_HOST_IP:-127.0.0.1}"
 # What most processes of a run import, one after another on few cores: imported once, and they are forks of that
-# (ascend_rl/launch/warm_start.py). WARM_START= switches it off.
-export WARM_START="${WARM_START-setproctitle tensordict torch._inductor.compile_fx transformers.modeling_utils peft datasets \
-vllm.entrypoints.openai.api_server}"
+# (ascend_rl/launch/warm_start.py).
+export WARM_START="${WARM_START:-1}"

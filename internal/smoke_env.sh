@@ -15,6 +15,7 @@ smoke_environment() {
     export NNODES=1 NPUS_PER_NODE="${NPUS_PER_NODE:-8}" RAY_OBJECT_STORE="${RAY_OBJECT_STORE:-300000000}"
 
     if ! importable torch_npu; then
+        export WARM_START="${WARM_START:-1}" # as in cpu_env.sh; a fork can use a software NPU
         export SOFTWARE_NPU_COUNT="$NPUS_PER_NODE" SOFTWARE_NPU_CHIP="${SOFTWARE_NPU_CHIP:-ascend910_9391}"
         # vllm-ascend's compiled part is the software NPU's too, for whichever chip that is.
         export SOFTWARE_NPU_VLLM_ASCEND="${SOFTWARE_NPU_VLLM_ASCEND:-1}"

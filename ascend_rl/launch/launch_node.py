@@ -29,6 +29,7 @@ from pathlib import Path
 from ascend_rl.host import core_binding
 from ascend_rl.launch import warm_start
 from ascend_rl.launch.launch_plan import endpoint, npus_here
+from ascend_rl.settings.switch import switched_on
 
 REMIND_S = 30.0
 OPERATORS_DEADLINE_S = 600.0
@@ -161,8 +162,9 @@ def main(job: dict) -> int:
     elif failed := build_operators(folder := Path(job["logs"], "operators")):
         say(f"operators that could not be built: {', '.join(failed)}; see {folder}")
     core_binding.bind("others")  # Ray, its actors and the driver inherit it; those with a device leave it
-    if (modules := os.environ.get("WARM_START", "").split()) and len(job["nodes"]) == 1:
-        os.environ["WARM_PYTHON"] = str(warm_start.start(Path(tempfile.mkdtemp(prefix="warm-")), modules))
+    if switched_on("WARM_START") and len(job["nodes"]) == 1:
+        folder = Path(tempfile.mkdtemp(prefix="warm-"))
+        os.environ["WARM_PYTHON"] = str(warm_start.start(folder, warm_start.MODULES))
     until = time.monotonic() + job["deadline_s"]
     if job["train"] is None:
         problem = wait_for_control(*job["control"], job["deadline_s"])

@@ -11,7 +11,8 @@ the fork ends. It takes the place of ``python`` where a program has a name for t
 (py_executable) and multiprocessing's spawn. With no server it becomes an ordinary Python. A fork has a new
 ``__main__`` and random numbers of its own, but its modules have read the environment of the server.
 
-For a laptop and tests (WARM_START in internal/cpu_env.sh): a cluster's many cores import at the same time.
+For a laptop and tests (WARM_START=1 in internal/cpu_env.sh and in rehearsals): the many cores of a cluster
+import at the same time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-RESUMED = {"jemalloc_bg_thd"}  # threads whose library starts them again in a fork; this one is pyarrow's
+MODULES = (  # that most processes of a run import
+    "setproctitle", "tensordict", "torch._inductor.compile_fx", "transformers.modeling_utils", "peft",
+    "datasets", "vllm.entrypoints.openai.api_server",
+)  # fmt: skip
+RESUMED = {"jemalloc_bg_thd", "npu-record"}  # threads that pyarrow and the software NPU start again in a fork
 MOST_FILES = 253  # that Linux passes in one message
 
 

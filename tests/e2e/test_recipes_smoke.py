@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from pathlib import Path
 
+import psutil
 import pytest
-from runs import PATIENCE_S, finish, launch, training
+from runs import PATIENCE_S, finish, launch, named, training
 
 from ascend_rl.weights.checkpoints import TRACKER
 from ascend_rl.weights.export import find, open_weights
@@ -135,6 +137,11 @@ def test_two_steps(tmp_path, nothing_left_behind, case):
     variables = {"SMOKE": 1, "SMOKE_DTYPE": "float32" if exact else "bfloat16", **switches}
     environment = f"{RECIPES[name][0]}_env.sh"
     process = launch(f"train_{name}.sh", output, *overrides, environment=environment, **variables)
+    while not (workers := named(process, "ray::WorkerDict")) and process.poll() is None:
+        time.sleep(1)
+    assert {"ascend_rl.launch.warm_start" in psutil.Process(pid).parent().cmdline() for pid in workers} == {
+        True
+    }
     text = finish(process, output)
     assert process.returncode == 0, text[-3000:]
     check(case, output, text)

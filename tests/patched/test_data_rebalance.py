@@ -53,8 +53,10 @@ def test_a_run_that_goes_on_knows_the_lengths(manager, tmp_path, before):
                     "default_hdfs_dir": None,
                     "resume_mode": "auto",
                     "del_local_ckpt_after_load": False,
+                    "nnodes": 1,
+                    "n_gpus_per_node": 1,
                 },
-                "actor_rollout_ref": {"actor": {"checkpoint": {}}},
+                "actor_rollout_ref": {"actor": {"checkpoint": {}, "strategy": "fsdp"}},
             }
         )
         stands.actor_rollout_wg = SimpleNamespace(
