@@ -247,17 +247,6 @@ def on_node(node: dict, actor, npus: int):
     return ray.remote(num_cpus=0, resources={"NPU": npus}, scheduling_strategy=there)(actor)
 
 
-def answers(names: Sequence[str], calls: list, deadline_s: float) -> list:
-    """All answers; raises with the names of those that gave none."""
-    import ray
-
-    _, late = ray.wait(calls, num_returns=len(calls), timeout=deadline_s)
-    missing = [name for name, call in zip(names, calls, strict=True) if call in late]
-    if missing:
-        raise TimeoutError(f"no answer within {deadline_s:g} s from: {', '.join(missing)}")
-    return ray.get(calls)
-
-
 def last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
@@ -271,10 +260,13 @@ def rollout(deadline_s: float = DEADLINE_S) -> list[str]:
         (node["NodeManagerAddress"], on_node(node, Engine, npus).remote(), npus) for node, npus in nodes
     ]
     calls = [engine.gap.remote(npus) for _, engine, npus in engines]
+    _, late = ray.wait(calls, num_returns=len(calls), timeout=deadline_s)
     errors, gaps = [], []
     for (name, engine, _), call in zip(engines, calls, strict=True):
         try:
-            gaps += answers([name], [call], deadline_s)
+            if call in late:
+                raise TimeoutError(f"no answer within {deadline_s:g} s")
+            gaps.append(ray.get(call))
             if not gaps[-1] < GAP:
                 errors.append(f"vLLM on {name} computes other log-probs than Hugging Face: by {gaps[-1]:.3g}")
         except (TimeoutError, ray.exceptions.RayError) as error:
@@ -292,7 +284,12 @@ def smoke(deadline_s: float = DEADLINE_S) -> tuple[list[str], list[str]]:
     nodes, dies, names, places = nodes_of_ray(), [], [], []
 
     def ask(calls: list) -> list:
-        return answers(names, calls, deadline_s)
+        """All answers; raises with the names of those that gave none."""
+        _, late = ray.wait(calls, num_returns=len(calls), timeout=deadline_s)
+        missing = [name for name, call in zip(names, calls, strict=True) if call in late]
+        if missing:
+            raise TimeoutError(f"no answer within {deadline_s:g} s from: {', '.join(missing)}")
+        return ray.get(calls)
 
     try:
         for number, node in enumerate(nodes):
