@@ -6,14 +6,14 @@
 #           bash run_tests.sh --all --durations                # everything, with timings
 #           bash run_tests.sh tests/test_gspo.py -x            # pytest with these arguments and no others
 # Writes:   .venv/, frameworks/, data/
-# Hardware: 2 cores, 12 GiB, 12 GB of disk, Linux with Python 3.11; no accelerator
+# Hardware: 2 cores, 12 GiB (--all: 16), 12 GB of disk, Linux with Python 3.11; no accelerator
 # Duration: about 13 minutes; with --all about 40
 #
 #   --all        also runs the tests marked long, and proves that each patch is needed. Without it,
 #                only proofs affected by changes are repeated, if data/proofs has earlier ones
 #   --durations  print the time of each file, the slowest tests, and the total
 #
-# Tests that can share the machine run first, four at a time, then the real runs, one after another.
+# Tests that can share the machine run first, three at a time, then the real runs, one after another.
 started=$SECONDS
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
@@ -52,7 +52,7 @@ else
 fi
 status=0
 log "1/2 tests that can share the machine"
-python -m pytest -q -n 4 -m "not alone$wanted" --junitxml="$results/shared.xml" "${ARGS[@]}" || status=1
+python -m pytest -q -n 3 -m "not alone$wanted" --junitxml="$results/shared.xml" "${ARGS[@]}" || status=1
 log "2/2 real runs"
 python -m pytest -q -m "alone$wanted" --junitxml="$results/alone.xml" || status=1
 ARGS=(--wall $((SECONDS - started)))

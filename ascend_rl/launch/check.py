@@ -225,6 +225,7 @@ class Engine:
             llm = LLM(
                 directory, tensor_parallel_size=dies, distributed_executor_backend="mp" if dies > 1 else None,
                 skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=1, seed=0,
+                gpu_memory_utilization=0.2, num_gpu_blocks_override=16,
             )  # fmt: skip
             sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=0, detokenize=False)
             (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
