@@ -37,6 +37,8 @@
 #   RUN_DEADLINE_S, STALL_DEADLINE_S, START_DEADLINE_S
 #                        longest run, time between steps, time to the first step; 0 means no limit (0, 600, 900;
 #                        on NPU nodes 0, 14400, 14400)
+#   RESTART_SERVERS=0    let the run end when a vLLM server dies (default 1: start that server again)
+#   SERVER_DEADLINE_S    longest time of a vLLM server to its next token, 0 means no limit (600)
 #   RESTARTS             starts after a failure, each from the last checkpoint (0; docs/resilience.md)
 #   VERBOSE=1, --verbose show all output instead of a line of progress; it is in OUTPUT_DIR/train.log either way
 #   GAP_LIMIT            end the run if rollout and trainer probabilities differ by more in its first step (default

@@ -39,14 +39,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/e2e")]
 
 from bars import finish  # noqa: E402
-from runs import MEGATRON, PATIENCE_S, REPEATABLE, console, environments, launch, losses, named  # noqa: E402
+from runs import MEGATRON, PATIENCE_S, REPEATABLE, console, environments, launch, losses, named, titles  # noqa: E402
 
 from ascend_rl.launch.supervise import SharedMemory, descendants  # noqa: E402
 from ascend_rl.settings.logs import parts  # noqa: E402
 from ascend_rl.weights.checkpoints import TRACKER  # noqa: E402
 
 KILL_WITHIN_S = 1.5  # of the first step of a start
-STALL_S = 60
+STALL_S, SERVER_S = 60, 30
 SPARE = 5  # restarts, as when Ray takes longer than 30 s to start on a busy machine
 ANSWERS = 32  # held-out prompts
 DISK_BYTES = 256 << 20
@@ -86,6 +86,7 @@ FAULTS = [
     *("server@rollout", "engine@sync", "runner@update", "worker@rollout", "reward@rollout"),
     *("hang_worker@update", "disk_of_log@update"),
 ]
+IN_PLACE = "it starts again at the next weight sync"  # a vLLM server, without the rest of the run
 COLUMNS = ("noticed_s", "again_s", "steps_again", "orphans")
 
 
@@ -118,12 +119,9 @@ def different(output: Path, quiet: Path, step: int) -> str:
     return "" if equal == len(wanted) == ANSWERS else f"{equal} of {ANSWERS} answers after step {step}"
 
 
-def titles(pids: Iterable[int]) -> str:
-    text = b""
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            text += Path(f"/proc/{pid}/cmdline").read_bytes()
-    return text.decode(errors="replace")
+def alive(processes: dict[int, str]) -> int:
+    """How many processes, with when they began, are alive."""
+    return sum(bool(when) and born(pid) == when for pid, when in processes.items())
 
 
 def born(pid: int) -> str:
@@ -212,8 +210,10 @@ class Run:
         self.disks = {name: Disk(places[name]) for name in disks}
         self.tmp, self.shm = Path(tempfile.mkdtemp(prefix="f-")), SharedMemory()
         self.files = Files(output, self.checkpoints, logs)
-        self.of_start: dict[int, str] = {}
-        environment = {"STEPS": steps, "RESTARTS": restarts, "STALL_DEADLINE_S": STALL_S, "GAP_LIMIT": 0}
+        self.of_start: dict[int, str] = {}  # pid -> when it began, as in self.victim
+        self.victim: dict[int, str] = {}
+        environment = {"STEPS": steps, "RESTARTS": restarts, "GAP_LIMIT": 0}
+        environment |= {"STALL_DEADLINE_S": STALL_S, "SERVER_DEADLINE_S": SERVER_S}
         self.process = launch(
             script,
             output,
@@ -246,6 +246,7 @@ class Run:
     def hit(self, victim: str, number: int) -> None:
         """Send a signal to the first process of a name, and look at what is there."""
         pids = self.until(lambda: named(self.process, VICTIMS[victim]), f"process of {victim}", 0.001)
+        self.victim = {min(pids): born(min(pids))}
         os.kill(min(pids), number)
         self.look()
 
@@ -254,23 +255,28 @@ class Run:
         self.files.look()
 
     def failures(self) -> int:
-        """How often the launcher said that it starts again."""
-        return console(self.output).read_text().count("follows and goes on from the last checkpoint")
+        """How often the run said that it, or a vLLM server, starts again."""
+        said = console(self.output).read_text()
+        return sum(map(said.count, ("follows and goes on from the last checkpoint", IN_PLACE)))
 
     def noticed(self, failures: int) -> float:
         """Wait until there is one failure more; returns when."""
         self.until(lambda: self.failures() > failures, "notice of the fault")
         return time.monotonic()
 
-    def goes_on(self, before: int) -> int:
-        """Wait for the first step of a start that is not among those before, and return which step it is."""
-        return min(
-            self.until(lambda: len(parts(self.metrics)) >= before and losses(self.metrics), "step", 0.01)
-        )
+    def goes_on(self, before: int, after: int = 0) -> tuple[int, bool]:
+        """Wait for a step of a start that is not among those before, or for one after those of this start.
 
-    def survivors(self) -> int:
-        """How many processes of the last fault's start are alive."""
-        return sum(bool(when) and born(pid) == when for pid, when in self.of_start.items())
+        Returns:
+            Which step it is, and whether it is one of this start.
+        """
+
+        def step():
+            again = len(parts(self.metrics)) >= before
+            done = [step for step in losses(self.metrics) if again or step > after]
+            return done and (min(done), not again)
+
+        return self.until(step, "step", 0.01)
 
     def end(self) -> dict:
         """Wait for the end, and see what is left."""
@@ -321,9 +327,10 @@ def strike(run: Run, fault: str, quiet: Path) -> dict:
     row["noticed_s"] = run.noticed(failures) - began
     if disk:
         disk.ballast.unlink()
-    first = run.goes_on(before)
-    row |= {"again_s": time.monotonic() - began, "steps_again": max(0, step + 1 - first)}
-    return row | {"orphans": run.survivors(), "wrong": different(run.output, quiet, first)}
+    first, in_place = run.goes_on(before, step - 1)
+    row |= {"again_s": time.monotonic() - began, "steps_again": 0 if in_place else max(0, step + 1 - first)}
+    left = alive(run.victim if in_place else run.of_start)
+    return row | {"orphans": left, "wrong": different(run.output, quiet, first)}
 
 
 def at_random(count: int, seed: int) -> list[str]:
@@ -416,7 +423,13 @@ def main() -> int:
         ("orphans", orphans, "", "0", not orphans),
         ("files lost", lost, "", "0", not lost),
     ]
-    settings = {"model": args.model, "seed": args.seed, "steps": steps, "stall_deadline_s": STALL_S}
+    settings = {
+        "model": args.model,
+        "seed": args.seed,
+        "steps": steps,
+        "stall_deadline_s": STALL_S,
+        "server_deadline_s": SERVER_S,
+    }
     return finish(name, bars, **settings, ends=ends, faults=table)
 
 

@@ -230,6 +230,7 @@ def test_a_terminal_gets_one_line_that_fits(runner, tmp_path, columns):
     )
     script = (
         f"printf \"{noise}\"; head -c 39585 /dev/zero | tr '\\0' x; echo; echo '[12:00:00] recipe says'; "
+        "echo '(TaskRunner pid=7) [12:00:01] server 0 died'; "
         f"printf '{STEP.format(2)}'; {wait}; printf '{STEP.format(3)}'; printf '{last}'; exit 5"
     )
     how = {"options": ("--title", "starting Ray", "--metrics", metrics), "columns": columns}
@@ -238,6 +239,7 @@ def test_a_terminal_gets_one_line_that_fits(runner, tmp_path, columns):
     assert result.returncode == 5 and result.stdout == b""
     before, after = shown.split("The last lines of its output:")
     assert before.startswith("\r\x1b[Kstarting Ray") and "[12:00:00] recipe says" in before
+    assert "[12:00:01] server 0 died" in before and "TaskRunner" not in before
     states = [line for line in before.replace("\x1b[K", "").split("\r") if line.startswith("step ")]
     assert all(len(line.rstrip()) < columns for line in states)
     figures = "step 3/80  reward 0.42  length 7345  gap 1e-03  122 tok/s/die  next "
@@ -598,6 +600,22 @@ def test_death_of_an_essential_process_ends_the_run(runner, tmp_path, name):
     pid = result.stdout.decode().split()[1]
     assert result.returncode == 1
     assert f"ERROR: process {name[:15]} (pid {pid}) died and the run did not end by itself" in result.stderr
+
+
+@pytest.mark.parametrize(("name", "status"), [("VLLM::EngineCor", 4), ("ray::WorkerDict", 1)])
+def test_a_death_that_somebody_answers_for_is_his(runner, tmp_path, name, status):
+    """As rollout.server_restart does for vLLM's processes, and for no others."""
+    answer = "from ascend_rl.settings import progress; progress.answer_for(progress.VLLM)"
+    result = runner.run(
+        "bash",
+        "-c",
+        '"$0" -c "$3"; "$0" -c "$1" "$2" 2 & sleep 8; exit 4',
+        *(PYTHON, NAMED, name, answer),
+        main=tuned(tmp_path, DEATH_GRACE_S=0.5),
+    )
+    assert result.returncode == status, result.stderr
+    assert (f"process {name[:15]}" in result.stderr) == (status == 1)
+    assert not list(runner.tmp.iterdir())  # nor is the mark left
 
 
 def test_a_dead_process_that_nobody_waits_for_is_dead(runner, tmp_path):

@@ -66,11 +66,13 @@ SETTINGS = dict.fromkeys(
     "LOST_DEADLINE_S": "60",
     "RUN_DEADLINE_S": "0",
     "RESTARTS": "0",
+    "RESTART_SERVERS": "1",
+    "SERVER_DEADLINE_S": "600",
     # A step of a large model with long responses takes more than an hour, and so may loading it.
     "STALL_DEADLINE_S": "14400" if npus_here() else "600",
     "START_DEADLINE_S": "14400" if npus_here() else "900",
 }
-SWITCHES = ("VERBOSE", "SKIP_PREFLIGHT", "SKIP_REPORT")
+SWITCHES = ("VERBOSE", "SKIP_PREFLIGHT", "SKIP_REPORT", "RESTART_SERVERS")
 SCHEDULERS = {"NNODES": "WORLD_SIZE", "RAY_PORT": "MASTER_PORT"}
 TOKEN_LENGTH = 16
 ANYWHERE = "192.0.2.1"  # RFC 5737: nobody's address, so its route is the default route
@@ -116,6 +118,7 @@ class Plan:
             "TENSORBOARD_DIR": str(self.output_dir / "tensorboard"),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self.token,
+            **{name: self.settings[name] for name in ("RESTART_SERVERS", "SERVER_DEADLINE_S")},
             # No idle workers for the driver: actors with variables of their own never use them.
             "RAY_prestart_worker_first_driver": os.environ.get("RAY_prestart_worker_first_driver", "0"),
             # The launcher ends Ray when the run has ended: nothing is left to wait for.

@@ -38,7 +38,7 @@ from pathlib import Path
 from ascend_rl.launch.progress import Line, Metrics, clock, state, unless_gone
 from ascend_rl.rollout.rollout_progress import TERMINAL
 from ascend_rl.settings.logs import LogFile
-from ascend_rl.settings.progress import FILE
+from ascend_rl.settings.progress import FILE, VLLM, answered_for
 
 PR_SET_CHILD_SUBREAPER = 36
 # Names (/proc/PID/comm, cut to 15 characters) of processes that only end when a run does.
@@ -47,10 +47,8 @@ ESSENTIAL = (
     "gcs_server",
     "ray::TaskRunner",
     "ray::WorkerDict",
-    "ray::vLLMHttpSe",
-    "VLLM::EngineCor",
-    "VLLM::Worker",
 )
+VLLM_ESSENTIAL = ("ray::vLLMHttpSe", "VLLM::EngineCor", "VLLM::Worker")  # unless somebody answers for them
 DEATH_GRACE_S = 60.0  # processes die one by one; on a loaded machine the driver takes 15 s to end
 TERM_GRACE_S = 5.0
 KILL_GRACE_S = 30.0  # a process in the kernel's hands (a driver, a disk) dies only when these let go
@@ -63,7 +61,8 @@ ROLLOUT_SEEN = re.compile(
 )
 OVERWRITTEN = re.compile(rb"\r[^\r\n]*(?:rollout|validation) \d+:[^\r\n]*(?=\r)|\r +(?=\r)")
 LINE_BYTES = 1 << 20  # a longer line is taken in pieces
-OURS = re.compile(r"\[\d\d:\d\d:\d\d\] ")  # what scripts and launchers say goes on to the terminal
+# What scripts, launchers and, after Ray's mark, our own code in actors say goes on to the terminal.
+OURS = re.compile(r"(?:\([^)]*\) )?(\[\d\d:\d\d:\d\d\] .*)")
 REASON = re.compile(r"(?:\([^)]*\) )?((?:[\w.]*(?:Error|Exception)|ERROR): .+)")
 # In the log, but not among the last lines of a failed run: they explain no failure. On nodes without NPUs Ray
 # looks for their type and logs that it finds no CANN, with a traceback.
@@ -267,8 +266,8 @@ class Output:
             self.tail.append(text[-300:])
             if found := REASON.match(text):
                 self.reason = found[1][:300]
-            if self.line is not None and OURS.match(text):
-                self.line.say(text[:300])
+            if self.line is not None and (said := OURS.match(text)):
+                self.line.say(said[1][:300])
 
     def refresh(self, last: bool = False) -> None:
         """Read the metrics and draw."""
@@ -367,9 +366,13 @@ def supervise(
                     sign, output.began, output.progressed = latest, True, now
             alive = descendants(os.getpid())
             shm.watch(alive)
-            gone = [f"process {name} (pid {pid}) died" for pid, name in seen.items() if pid not in alive]
+            essential = ESSENTIAL if answered_for(str(signs), VLLM) else ESSENTIAL + VLLM_ESSENTIAL
+            dead = {
+                pid: name for pid, name in seen.items() if pid not in alive and name.startswith(essential)
+            }
+            gone = [f"process {name} (pid {pid}) died" for pid, name in dead.items()]
             died = (died or (now, gone[0])) if gone else None  # one look may miss a living process
-            new = {pid: name for pid, name in alive.items() if pid not in seen and name.startswith(ESSENTIAL)}
+            new = {pid: name for pid, name in alive.items() if pid not in seen and name.startswith(essential)}
             seen |= {pid: name for pid, name in new.items() if not is_fork(pid, name)}
             if caught:
                 code, why = 128 + caught[0], f"stopped by {signal.Signals(caught[0]).name}"

@@ -188,6 +188,10 @@ class MovableRouting:
                     del self._request_id_to_server[request_id]
         return len(left)
 
+    def take_servers(self, server_ids: list[str]) -> None:
+        """Send requests to these servers, of which some may have been dropped."""
+        self._inflight_requests = {id: self._inflight_requests.get(id, 0) for id in server_ids}
+
 
 # In the manager: DP engines as servers.
 

@@ -143,8 +143,10 @@ def shown(generate: Callable) -> Callable:
 
         servers = set(map(server_of, manager.server_handles))  # a server counts for all of its engines
 
-        def ask(reset: bool = False) -> Awaitable:
-            return asyncio.gather(*[server.rollout_progress.remote(reset) for server in servers])
+        async def ask(reset: bool = False) -> list[dict]:
+            asked = [server.rollout_progress.remote(reset) for server in servers]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            return [counts for counts in answers if isinstance(counts, dict)]  # a server may have died
 
         await ask(reset=True)
         step = prompts.meta_info.get("global_steps", "")

@@ -3,6 +3,9 @@
 A step of a large model takes hours, so its end says too little about a hang. The launcher names a file in the
 environment of all that it starts; `sign` adds a byte to it, and the launcher sees the file change. Each node
 has its own. Cost: one small write a response and micro-batch; nothing without the variable.
+
+The launcher also ends a run of which a process dies that must not. Who can replace some of these processes
+says so with `answer_for`: from then on their deaths are his.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import os
 
 FILE = "ASCEND_RL_PROGRESS"
+VLLM = "vllm"
 
 
 def sign() -> None:
@@ -20,3 +24,18 @@ def sign() -> None:
             os.utime(path)  # a full disk takes no byte
             with open(path, "ab", buffering=0) as file:
                 file.write(b".")
+
+
+def answer_for(processes: str) -> None:
+    """Take the deaths of a kind of processes on this node from the launcher.
+
+    Raises:
+        OSError: if it cannot be told.
+    """
+    if path := os.environ.get(FILE):
+        open(f"{path}.{processes}", "ab").close()
+
+
+def answered_for(path: str, processes: str) -> bool:
+    """The launcher's side of `answer_for`; ``path`` is what it put into the environment."""
+    return os.path.exists(f"{path}.{processes}")

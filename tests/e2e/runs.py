@@ -8,6 +8,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from ascend_rl.launch.supervise import SharedMemory, descendants
@@ -55,6 +56,15 @@ def console(output: Path) -> Path:
 def named(process: subprocess.Popen, name: str) -> list[int]:
     """The pids below a process whose names begin with `name`."""
     return [pid for pid, its_name in descendants(process.pid).items() if its_name.startswith(name)]
+
+
+def titles(pids: Iterable[int]) -> str:
+    """What processes call themselves; Ray's actors, what they do."""
+    text = b""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            text += Path(f"/proc/{pid}/cmdline").read_bytes()
+    return text.decode(errors="replace")
 
 
 def finish(process: subprocess.Popen, output: Path) -> str:

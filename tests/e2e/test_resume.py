@@ -1,4 +1,4 @@
-"""A run that is killed in the middle goes on from its last checkpoint as if nothing had happened."""
+"""A run goes on as if nothing had happened: from its last checkpoint, or with a server that starts again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from runs import MEGATRON, PATIENCE_S, REPEATABLE, SAME, finish, launch, losses, named
+from runs import MEGATRON, PATIENCE_S, REPEATABLE, SAME, finish, launch, losses, named, titles, training
 
 pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
 
@@ -61,3 +61,27 @@ def test_killed_and_resumed(tmp_path, nothing_left_behind, trainer):
     rates = [values[SAME.index("actor/lr")] for _, values in sorted((before | after).items())][1:]
     assert rates == sorted(rates, reverse=True), rates
     assert len({tuple(values) for values in before.values()}) == len(before), "the steps do not differ"
+
+
+def test_an_engine_that_dies_starts_again(tmp_path, nothing_left_behind):
+    """SIGKILL of one of two engines in the second rollout: the run goes on, and trains as one without."""
+    variables, output = {"STEPS": 3, "NPUS_PER_NODE": 2, "GAP_LIMIT": 0}, tmp_path / "run"
+    start = ("train_gspo_qwen3_tiny_cpu.sh", output, *REPEATABLE, "trainer.test_freq=-1")
+    process, deadline = launch(*start, **variables), time.monotonic() + PATIENCE_S
+    while 1 not in losses(output / "metrics.jsonl") or "generate_sequences" not in titles(
+        named(process, "ray::AgentLoopW")
+    ):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
+    os.kill(named(process, "VLLM::EngineCor")[0], signal.SIGKILL)
+    text = finish(process, output)
+    assert process.returncode == 0, text[-3000:]
+    assert "its requests go on elsewhere" in text and "started again in" in text and "start 2" not in text
+    assert [row.get("rollout/servers_started_again") for row in training(output)] == [None, None, 1]
+    after = losses(output / "metrics.jsonl")
+
+    quiet = tmp_path / "quiet"
+    process = launch(start[0], quiet, *start[2:], **variables)
+    assert finish(process, quiet) and process.returncode == 0
+    for step, expected in losses(quiet / "metrics.jsonl").items():
+        assert after[step] == pytest.approx(expected, rel=1e-5, abs=1e-7), step

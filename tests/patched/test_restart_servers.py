@@ -1,0 +1,143 @@
+"""verl's own replicas under server_restart: a server that dies or hangs is replaced, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from ascend_rl.rollout import server_restart
+from ascend_rl.settings import progress
+
+RESPONSE = 120
+SAMPLING = [{"temperature": 0.0, "ignore_eos": True, "max_tokens": RESPONSE} for _ in range(16)]
+DEADLINE_S = 8
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    """What RayPPOTrainer has: verl's manager of two replicas, and a sync of weights (that does nothing)."""
+    import ray
+    from live_servers import configuration
+
+    from ascend_rl.recipe.tiny import make_model, make_tokenizer
+    from verl.experimental.agent_loop import AgentLoopManager
+    from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+    path, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer()
+    tokenizer.save_pretrained(path)
+    make_model(tokenizer, seed=0).save_pretrained(path)
+    sign = tmp_path_factory.mktemp("launcher") / "progress"
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        patch.setenv(progress.FILE, str(sign))
+        patch.setenv(server_restart.SWITCH, "1")
+        patch.setenv(server_restart.DEADLINE, str(DEADLINE_S))
+        patch.setattr(server_restart, "CHECK_S", 0.5)
+        patch.setattr(server_restart, "ANSWER_S", 2.0)
+        ray.init("local", num_cpus=4, resources={"NPU": 2}, include_dashboard=False, log_to_driver=False)
+
+        @ray.remote(num_cpus=0, resources={"NPU": 1})  # verl asks its training workers where they are
+        class Worker:
+            pass
+
+        workers = [Worker.remote() for _ in range(2)]
+        config = configuration(path, tmp_path_factory.mktemp("servers"))
+        group = SimpleNamespace(world_size=2, workers=workers)
+        manager = AgentLoopManager.create(config, worker_group=group)
+        synced = []
+        weights = SimpleNamespace(
+            update_weights=lambda global_steps: [ray.put(synced.append(global_steps))],
+        )
+        checkpoints = SimpleNamespace(backend="naive", trainer=weights)
+        server_restart.attach(manager, checkpoints)
+        assert progress.answered_for(str(sign), progress.VLLM)
+        adapter = object.__new__(ServerAdapter)  # a training worker's
+        adapter.replica_rank = adapter.node_rank = adapter.rollout_rank = 0
+        adapter.server_handle = None
+        yield SimpleNamespace(manager=manager, checkpoints=checkpoints, synced=synced, adapter=adapter)
+        ray.shutdown()
+
+
+def rollout(trainer) -> tuple[list[list[int]], dict]:
+    """Responses and metrics of one rollout."""
+    from live_servers import batch
+
+    output = trainer.manager.generate_sequences(batch(SAMPLING))
+    lengths = output.batch["response_mask"].sum(1).tolist()
+    assert lengths == [RESPONSE] * len(SAMPLING)
+    return output.batch["responses"].tolist(), output.meta_info["timing"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trainer):
+    return rollout(trainer)[0]
+
+
+def processes(trainer, replica: int) -> list[psutil.Process]:
+    """A server's actor, and its engine."""
+    import ray
+
+    (server,) = trainer.manager.rollout_replicas[replica].servers
+    found = ray.get(server.__ray_call__.remote(server_restart.processes))
+    return [psutil.Process(pid) for pid, _ in found]
+
+
+def when_busy(trainer, replica: int, then) -> threading.Thread:
+    """Do something as soon as a server generates."""
+    import ray
+
+    (server,) = trainer.manager.rollout_replicas[replica].servers
+
+    def wait():
+        while ray.get(server.__ray_call__.remote(server_restart.pulse))[0] < 2:
+            time.sleep(0.01)
+        then()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+FAULTS = [
+    pytest.param("ray::", signal.SIGKILL, id="server dies", marks=pytest.mark.long),
+    pytest.param("VLLM::EngineCor", signal.SIGKILL, id="engine dies"),
+    pytest.param("ray::", signal.SIGSTOP, id="server hangs", marks=pytest.mark.long),
+    pytest.param("VLLM::EngineCor", signal.SIGSTOP, id="engine hangs", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("victim", "number"), FAULTS)
+def test_a_rollout_goes_on_and_the_server_starts_again(trainer, undisturbed, victim, number, capfd):
+    old = processes(trainer, 0)
+    pid = next(process.pid for process in old if process.name().startswith(victim))
+    asyncio.run(trainer.adapter._execute_method("check_health"))
+    striking = when_busy(trainer, 0, lambda: os.kill(pid, number))
+    responses, _ = rollout(trainer)
+    striking.join()
+    assert responses == undisturbed
+    trainer.checkpoints.sleep_replicas()  # the training step follows, without this server
+    assert not trainer.manager.rollout_replicas[0].servers
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in old)
+
+    trainer.checkpoints.update_weights(7)
+    assert trainer.synced.pop() == 7
+    new = processes(trainer, 0)
+    assert not {p.pid for p in old} & {p.pid for p in new}
+    striking = when_busy(trainer, 0, lambda: None)  # it gets requests again
+    asyncio.run(trainer.adapter._execute_method("check_health"))  # so the training workers know it
+    responses, timing = rollout(trainer)
+    striking.join(60)
+    assert not striking.is_alive() and responses == undisturbed
+    assert timing[server_restart.METRIC] >= 1
+    said = capfd.readouterr().out
+    assert f"vLLM server 0 {'died' if number == signal.SIGKILL else 'made no progress'}" in said
+    assert "vLLM server 0 started again in" in said
