@@ -13,7 +13,7 @@
 #                only proofs affected by changes are repeated, if data/proofs has earlier ones
 #   --durations  print the time of each file, the slowest tests, and the total
 #
-# Tests that can share the machine run first, three at a time, then the real runs, one after another.
+# Three processes run tests at a time; one of them begins with the real runs, one after another.
 started=$SECONDS
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
@@ -44,18 +44,15 @@ if [ $# -gt 0 ]; then
 fi
 
 if [ "$ALL" = 1 ]; then
-    wanted="" ARGS=(--prove)
+    ARGS=(--prove)
 elif [ -d data/proofs ]; then
-    wanted=" and not long" ARGS=()
+    ARGS=(-m "not long")
 else
-    wanted=" and not long" ARGS=(--ignore=tests/patched/test_left_out.py)
+    ARGS=(-m "not long" --ignore=tests/patched/test_left_out.py)
 fi
 status=0
-log "1/2 tests that can share the machine"
-python -m pytest -q -n 3 -m "not alone$wanted" --junitxml="$results/shared.xml" "${ARGS[@]}" || status=1
-log "2/2 real runs"
-python -m pytest -q -m "alone$wanted" --junitxml="$results/alone.xml" || status=1
+python -m pytest -q -n 3 --junitxml="$results/tests.xml" "${ARGS[@]}" || status=1
 ARGS=(--wall $((SECONDS - started)))
 [ "$DURATIONS" = 0 ] || ARGS+=(--durations)
-python tests/summary.py "${ARGS[@]}" "$results"/{shared,alone}.xml || status=1
+python tests/summary.py "${ARGS[@]}" "$results/tests.xml" || status=1
 exit "$status"

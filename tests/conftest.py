@@ -116,12 +116,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first, real runs last: a mistake shows early.
+    """Quick tests first, real runs last: a mistake shows early. Of several processes, one begins with them.
 
     Of the patched frameworks, first Megatron's models in this process: a vLLM engine in it keeps the default
     process group, of which there can be one.
     """
     order = ["tests", "software_npu", "patched", "e2e"]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        order.insert(0, order.pop())
     files = {"test_memory_plan.py": 0, "test_left_out.py": 3}
     longest = ("test_rollout_rebalance.py", "test_mindspeed_hdp.py", "test_npu_eplb.py")  # not at the end
     files |= dict.fromkeys(longest, 1)
@@ -130,13 +132,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """For pytest -n 3: one process runs all tests of a file: they share fixtures. Proofs share nothing."""
+    """For pytest -n 3: one process runs all tests of a file: they share fixtures. Proofs share nothing.
+
+    One process runs all real runs: each has two workers or more, and two at a time need too much memory.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return nodeid if file.endswith("/test_left_out.py") else file
+            if file.endswith("/test_left_out.py"):
+                return nodeid
+            return "tests/e2e" if "/e2e/" in file else file
 
     config.option.loadscopereorder = False  # in the order above
     return ByFile(config, log)

@@ -10,7 +10,7 @@ import sys
 import pytest
 from runs import PATIENCE_S, finish, launch, nothing_left_of, training
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(2 * PATIENCE_S)]
+pytestmark = [pytest.mark.timeout(2 * PATIENCE_S)]
 
 
 def train(script: str, output, steps: int, **switches) -> list[dict]:

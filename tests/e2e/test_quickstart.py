@@ -19,7 +19,7 @@ from runs import PATIENCE_S, finish, launch, metrics, named, training
 
 from ascend_rl.launch.supervise import descendants
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(2 * PATIENCE_S)]
+pytestmark = [pytest.mark.timeout(2 * PATIENCE_S)]
 
 
 def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabilities):

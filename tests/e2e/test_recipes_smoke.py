@@ -24,7 +24,7 @@ from ascend_rl.weights.export import find, open_weights
 from ascend_rl.weights.qwen3 import read_model
 from ascend_rl.weights.torch_dist import Checkpoint
 
-pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
 
 # Signs that are counted in each: see ascend_rl/preflight/rehearsal.py.
 ROLLOUT = {"decode graphs replayed", "memory ranges woken after sleep", "attention over the paged cache"}

@@ -9,7 +9,7 @@ import time
 import pytest
 from runs import MEGATRON, PATIENCE_S, REPEATABLE, SAME, finish, launch, losses, named, titles, training
 
-pytestmark = [pytest.mark.alone, pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
 
 SAVING = [
     "trainer.save_freq=2",
