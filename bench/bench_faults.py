@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -49,7 +50,7 @@ KILL_WITHIN_S = 1.5  # of the first step of a start
 STALL_S, SERVER_S = 60, 30
 SPARE = 5  # restarts, as when Ray takes longer than 30 s to start on a busy machine
 ANSWERS = 32  # held-out prompts
-DISK_BYTES = 256 << 20
+DISK_BYTES = 1 << 30
 LAUNCHES = {
     "dense": ("train_gspo_qwen3_tiny_cpu.sh", {}),
     "moe": ("train_gspo_qwen3_moe_tiny_cpu.sh", MEGATRON),
@@ -84,7 +85,7 @@ FAULTS = [
     *("worker@update", "hang_engine@rollout", "disk_of_checkpoints@update", "engine@rollout", "runner@save"),
     *("raylet@rollout", "gcs@update", "worker@save", "worker@sync", "worker@start", "agent@rollout"),
     *("server@rollout", "engine@sync", "runner@update", "worker@rollout", "reward@rollout"),
-    *("hang_worker@update", "disk_of_log@update"),
+    *("hang_worker@update", "disk_of_store@update", "disk_of_log@update"),
 ]
 IN_PLACE = "it starts again at the next weight sync"  # a vLLM server, without the rest of the run
 COLUMNS = ("noticed_s", "again_s", "steps_again", "orphans")
@@ -199,15 +200,18 @@ class Run:
         model: key of LAUNCHES.
         output: OUTPUT_DIR; checkpoints are beside it, so that each may have a disk of its own.
         restarts, steps: of the run.
-        disks: which of "disk_of_log" and "disk_of_checkpoints" shall be small ones.
+        disks: which of "disk_of_log", "disk_of_checkpoints" and "disk_of_store" (/dev/shm, which has Ray's
+            object store) shall be small ones.
     """
 
     def __init__(self, model: str, output: Path, restarts: int, steps: int, disks: Iterable[str] = ()):
         script, how = LAUNCHES[model]
         self.output, self.checkpoints = output, output.with_suffix(".checkpoints")
         self.metrics, logs = output / "metrics.jsonl", output.with_suffix(".logs")
-        places = {"disk_of_log": output, "disk_of_checkpoints": self.checkpoints}
+        store = output.with_suffix(".store")
+        places = {"disk_of_log": output, "disk_of_checkpoints": self.checkpoints, "disk_of_store": store}
         self.disks = {name: Disk(places[name]) for name in disks}
+        own_shm = ["unshare", "-m", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(store)]
         self.tmp, self.shm = Path(tempfile.mkdtemp(prefix="f-")), SharedMemory()
         self.files = Files(output, self.checkpoints, logs)
         self.of_start: dict[int, str] = {}  # pid -> when it began, as in self.victim
@@ -220,6 +224,7 @@ class Run:
             *OVERRIDES,
             f"++trainer.validation_data_dir={answers_of(output)}",
             f"trainer.default_local_dir={self.checkpoints}",
+            inside=own_shm if "disk_of_store" in self.disks else (),
             **how | environment | {"TMPDIR": self.tmp, "LOG_DIR": logs, "SKIP_REPORT": 1},
         )
 
@@ -254,18 +259,21 @@ class Run:
         self.of_start = {pid: born(pid) for pid in descendants(self.process.pid)}
         self.files.look()
 
+    def said(self, text: str) -> int:
+        """How often the run said something."""
+        return console(self.output).read_text().count(text)
+
     def failures(self) -> int:
         """How often the run said that it, or a vLLM server, starts again."""
-        said = console(self.output).read_text()
-        return sum(map(said.count, ("follows and goes on from the last checkpoint", IN_PLACE)))
+        return self.said("follows and goes on from the last checkpoint") + self.said(IN_PLACE)
 
     def noticed(self, failures: int) -> float:
         """Wait until there is one failure more; returns when."""
         self.until(lambda: self.failures() > failures, "notice of the fault")
         return time.monotonic()
 
-    def goes_on(self, before: int, after: int = 0) -> tuple[int, bool]:
-        """Wait for a step of a start that is not among those before, or for one after those of this start.
+    def goes_on(self, before: int, after: float = math.inf) -> tuple[int, bool]:
+        """Wait for a step of a start that is not among those before, or of this one for a step after ``after``.
 
         Returns:
             Which step it is, and whether it is one of this start.
@@ -291,6 +299,8 @@ class Run:
             left = [f"process {pid}" for pid, text in everyone.items() if mark in text + b"\0"]
             left += set(os.listdir("/dev/shm")) - self.shm.seen - self.shm.used_by(everyone)
             left += os.listdir(self.tmp)
+            if store := self.disks.get("disk_of_store"):
+                left += os.listdir(store.place)
             if not left or time.monotonic() > until:
                 break
             time.sleep(0.5)
@@ -324,10 +334,12 @@ def strike(run: Run, fault: str, quiet: Path) -> dict:
         run.until((run.checkpoints / f"global_step_{step + 2}").exists, "later step")
         disk.ballast.unlink()
         return row | {"noticed_s": None, "again_s": 0.0, "steps_again": 0, "orphans": 0, "wrong": ""}
+    before_it = run.said(IN_PLACE)
     row["noticed_s"] = run.noticed(failures) - began
+    may_go_on = run.said(IN_PLACE) > before_it  # unless it was the last server
     if disk:
         disk.ballast.unlink()
-    first, in_place = run.goes_on(before, step - 1)
+    first, in_place = run.goes_on(before, step - 1 if may_go_on else math.inf)
     row |= {"again_s": time.monotonic() - began, "steps_again": 0 if in_place else max(0, step + 1 - first)}
     left = alive(run.victim if in_place else run.of_start)
     return row | {"orphans": left, "wrong": different(run.output, quiet, first)}

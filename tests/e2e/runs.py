@@ -8,7 +8,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ascend_rl.launch.supervise import SharedMemory, descendants
@@ -32,16 +32,28 @@ MEGATRON = {"environment": "cpu_megatron_env.sh", "NPUS_PER_NODE": 2}
 
 
 def launch(
-    script: str, output: Path, *overrides: str, environment: str = "cpu_env.sh", **variables
+    script: str,
+    output: Path,
+    *overrides: str,
+    environment: str = "cpu_env.sh",
+    inside: Sequence[str] = (),
+    **variables,
 ) -> subprocess.Popen:
-    """Start ray_start_npu.sh on a script of internal/; see `finish`.
+    """Start ray_start_npu.sh, by the command ``inside``, on a script of internal/; see `finish`.
 
     One run after another: Ray gives up when its start takes 30 s, as it does beside another run on 2 cores.
     """
     limits = {"OUTPUT_DIR": output, "RUN_DEADLINE_S": PATIENCE_S, "VERBOSE": 1}
     with console(output).open("w") as file:
         return subprocess.Popen(
-            ["bash", "ray_start_npu.sh", f"internal/{script}", f"internal/{environment}", *overrides],
+            [
+                *inside,
+                "bash",
+                "ray_start_npu.sh",
+                f"internal/{script}",
+                f"internal/{environment}",
+                *overrides,
+            ],
             cwd=ROOT,
             env=os.environ | {name: str(value) for name, value in (limits | variables).items()},
             stdout=file,

@@ -22,8 +22,15 @@ TRAINERS = {
     "megatron": ("train_gspo_qwen3_moe_tiny_cpu.sh", [], MEGATRON),
 }
 if os.environ.get("ALL_RECIPES") == "1":
-    # A recipe's own path: the device npu, MindSpeed and its swapped optimizer.
-    TRAINERS["rehearsal"] = (
+    # A recipe's own path: the device npu, MindSpeed. 235B has rings, and weights in Megatron's own checkpoint;
+    # 30B also runs with the swapped optimizer, as on a cluster, for which weights have 16 bits.
+    for size in ("30b_a3b_16die", "235b_128die"):
+        TRAINERS[f"rehearsal {size}"] = (
+            f"train_gspo_qwen3_{size}_true_weight.sh",
+            ["data.train_batch_size=8", "actor_rollout_ref.actor.optim.lr=3e-4"],
+            {"environment": f"qwen3_{size.rpartition('_')[0]}_env.sh", "SMOKE": 1, "SMOKE_DTYPE": "float32"},
+        )
+    TRAINERS["rehearsal swapped"] = (
         "train_gspo_qwen3_30b_a3b_16die_true_weight.sh",
         [
             "+actor_rollout_ref.actor.megatron.override_transformer_config.swap_optimizer=True",

@@ -165,6 +165,7 @@ def test_a_skewed_rollout_has_the_same_responses(manager, unmoved, model):
     assert max(difference, error) < 2e-5
 
 
+@pytest.mark.long
 def test_requests_move_between_the_engines_of_one_server(manager, unmoved, model):
     """As where one large-EP server spans all dies. Its engines step together, so steps can be compared.
 
