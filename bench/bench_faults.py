@@ -273,7 +273,7 @@ class Run:
         return time.monotonic()
 
     def goes_on(self, before: int, after: float = math.inf) -> tuple[int, bool]:
-        """Wait for a step of a start that is not among those before, or of this one for a step after ``after``.
+        """Wait for a step of a start that is not among those before, or one of this start after ``after``.
 
         Returns:
             Which step it is, and whether it is one of this start.
