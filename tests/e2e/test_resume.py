@@ -22,7 +22,7 @@ TRAINERS = {
     "megatron": ("train_gspo_qwen3_moe_tiny_cpu.sh", [], MEGATRON),
 }
 if os.environ.get("ALL_RECIPES") == "1":
-    # A recipe's own path: the device npu, MindSpeed. 235B has rings, and its weights in Megatron's checkpoint;
+    # A recipe's own path: device npu, MindSpeed. 235B has rings, and its weights in Megatron's checkpoint;
     # 30B also runs with the swapped optimizer, as on a cluster, for which weights have 16 bits.
     for size in ("30b_a3b_16die", "235b_128die"):
         TRAINERS[f"rehearsal {size}"] = (
