@@ -277,6 +277,7 @@ class Restarts:
 
     def mend(self) -> None:
         """Start what was ended, and what died or hangs since."""
+        self.progressed.clear()
         self.all_do(lambda replica: replica.clear_kv_cache(), "answer")
         ended = [replica for replica in self.replicas if not replica.servers]
         if not ended:

@@ -67,6 +67,36 @@ def trainer(tmp_path_factory):
         ray.shutdown()
 
 
+class Played:
+    """A server that gives no answer, or its replica."""
+
+    replica_rank = 0
+
+    def __init__(self):
+        self.servers, self.__ray_call__ = [self], SimpleNamespace(remote=lambda _: object())
+
+    async def clear_kv_cache(self):
+        pass
+
+
+def test_a_server_that_was_not_asked_for_long_does_not_hang(monkeypatch):
+    """Between a rollout and the weight sync is the training, which takes hours."""
+    import ray
+
+    def no_answer(*_, **__):
+        raise ray.exceptions.GetTimeoutError
+
+    played = SimpleNamespace(wait=lambda *_, **__: None, get=no_answer, exceptions=ray.exceptions)
+    monkeypatch.setattr(server_restart, "ray", played)
+    clock = iter([0.0, 599.0, 601.0, 9999.0, 9999.0 + 601])
+    monkeypatch.setattr(server_restart, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    restarts = object.__new__(server_restart.Restarts)
+    restarts.replicas, restarts.deadline_s, restarts.progressed = [Played()], 600.0, {}
+    assert [len(restarts.dead()) for _ in range(3)] == [0, 0, 1]
+    restarts.mend()
+    assert [len(restarts.dead()) for _ in range(2)] == [0, 1]
+
+
 def rollout(trainer) -> tuple[list[list[int]], dict]:
     """Responses and metrics of one rollout."""
     from live_servers import batch
