@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from ascend_rl.settings.counts import VARIABLE, counted
 
 ROOT = Path(__file__).resolve().parent.parent
+CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12
 
 # Before anything imports vllm or torch: the variables of internal/cpu_env.sh.
 _printed = subprocess.run(
@@ -27,10 +29,14 @@ del os.environ["WARM_START"]  # for a launcher whose script sources cpu_env.sh
 # On a loaded machine Ray's workers take minutes to start.
 os.environ["RAY_worker_register_timeout_seconds"] = "600"
 
-# Of two runs of tests at a time, each with its own: verl's weight sync names its socket there by the device.
+# Of several processes that run tests, each has its own TMPDIR, as verl's weight sync names its socket there by
+# the device, and where that is permitted its own /dev/shm: what killed processes leave is no other test's.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t")
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
+    if ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
 
 # On the path for this import alone: patches/megatron and patches/vllm_ascend would pass for these packages.
 sys.path.append(str(ROOT / "patches"))
