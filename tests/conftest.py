@@ -29,7 +29,7 @@ del os.environ["WARM_START"]  # for a launcher whose script sources cpu_env.sh
 # On a loaded machine Ray's workers take minutes to start.
 os.environ["RAY_worker_register_timeout_seconds"] = "600"
 
-# Of several processes that run tests, each has its own TMPDIR, as verl's weight sync names its socket there by
+# Of several processes that run tests each has its own TMPDIR, as verl's weight sync names its socket there by
 # the device, and where that is permitted its own /dev/shm: what killed processes leave is no other test's.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t")
