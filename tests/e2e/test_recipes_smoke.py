@@ -87,9 +87,10 @@ SWITCHED = {  # name: (recipe, variables, overrides, what counts)
         "gspo_qwen3_235b_128die_true_weight",
         {"USE_HDP": 1},
         [
-            # A rank has 14 tokens: longer sequences, of up to 24, need two; in updates and for log-probs.
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=28",
-            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=28",
+            # A rank has 16 tokens, which longer sequences need two of: a prompt of 8 with an answer of 9 rather
+            # than 5 or 7. In updates and for log-probs.
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16",
+            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=16",
         ],
         {"hdp_rings", "hdp_alone", "moe_alltoallv", "data_rebalance"},
     ),

@@ -167,6 +167,27 @@ time.sleep(3)
     assert record["die_peak_bytes"] == record["peak_bytes"]
 
 
+def test_the_thread_that_records_opens_no_file_as_a_fork_begins(tmp_path):
+    """A fork in the place of a new program (launch.warm_start) puts that program's files to their numbers then."""
+    program = """
+import os, pathlib, sys, threading, time
+opened = []
+def hook(event, arguments):
+    if event == "open" and threading.current_thread().name == "npu-record":
+        opened.append(arguments[0])
+sys.addaudithook(hook)
+import torch, torch_npu
+if not (pid := os.fork()):
+    time.sleep(0.5)
+    names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+    print(names.count("npu-record"), opened, flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+    said = run(program, **node(CHIPS["A3"], 1), SOFTWARE_NPU_RECORD=str(tmp_path))
+    assert said.split("\n")[0] == "1 []"
+
+
 @on_npu(ranks=2)
 def test_products_that_communicate_equal_a_product_and_a_collective(rank):
     import torch
