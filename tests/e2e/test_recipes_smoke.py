@@ -87,8 +87,7 @@ SWITCHED = {  # name: (recipe, variables, overrides, what counts)
         "gspo_qwen3_235b_128die_true_weight",
         {"USE_HDP": 1},
         [
-            # A rank has 16 tokens, which longer sequences need two of: a prompt of 8 with an answer of 9 rather
-            # than 5 or 7. In updates and for log-probs.
+            # A rank has 16 tokens, so a prompt of 8 with an answer of 9 needs two; one with 5 or 7 does not.
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16",
             "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=16",
         ],

@@ -168,7 +168,7 @@ time.sleep(3)
 
 
 def test_the_thread_that_records_opens_no_file_as_a_fork_begins(tmp_path):
-    """A fork in the place of a new program (launch.warm_start) puts that program's files to their numbers then."""
+    """A fork that takes the place of a program (launch.warm_start) puts its files in place then."""
     program = """
 import os, pathlib, sys, threading, time
 opened = []
