@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from ascend_rl.launch.launch_plan import (
     read_cluster_file,
     read_token,
 )
+from ascend_rl.launch.supervise import descendants
 from ascend_rl.settings.switch import CannotWork
 
 TOKEN = "0123456789abcdef"
@@ -350,6 +352,30 @@ def test_training_does_not_wait_for_a_ray_that_ended(tmp_path):
             finally:
                 os.killpg(process.pid, signal.SIGKILL)  # what is left is supervise's to stop
     assert "Ray on this node ended (status 1)" in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.long
+def test_a_raylet_may_take_longer_than_30_s_to_start(root, tmp_path):
+    """As on a busy machine. It is stopped before it can register."""
+    (tmp_path / "train_it.sh").write_text("sleep 50; echo trained")
+    (tmp_path / "env.sh").write_text("")
+    command = ["bash", "ray_start_npu.sh", str(tmp_path / "train_it.sh"), str(tmp_path / "env.sh")]
+    variables = {"OUTPUT_DIR": str(tmp_path), "LOG_DIR": str(tmp_path / "logs"), "SKIP_PREFLIGHT": "1"}
+    variables |= {"SKIP_REPORT": "1", "NPUS_PER_NODE": "1", "VERBOSE": "1"}
+    with (tmp_path / "console").open("w") as console:
+        process = subprocess.Popen(
+            command, cwd=root, env=os.environ | variables, stdout=console, stderr=subprocess.STDOUT
+        )
+    deadline = time.monotonic() + 300
+    while "raylet" not in (alive := descendants(process.pid)).values():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    (raylet,) = [pid for pid, name in alive.items() if name == "raylet"]
+    os.kill(raylet, signal.SIGSTOP)
+    time.sleep(35)
+    os.kill(raylet, signal.SIGCONT)
+    assert process.wait(300) == 0, (tmp_path / "console").read_text()[-2000:]
+    assert "trained" in (tmp_path / "console").read_text()
 
 
 def test_starting_again_keeps_what_earlier_starts_wrote(root, tmp_path):

@@ -39,10 +39,7 @@ def launch(
     inside: Sequence[str] = (),
     **variables,
 ) -> subprocess.Popen:
-    """Start ray_start_npu.sh, by the command ``inside``, on a script of internal/; see `finish`.
-
-    One run after another: Ray gives up when its start takes 30 s, as it does beside another run on 2 cores.
-    """
+    """Start ray_start_npu.sh, by the command ``inside``, on a script of internal/; see `finish`."""
     limits = {"OUTPUT_DIR": output, "RUN_DEADLINE_S": PATIENCE_S, "VERBOSE": 1}
     with console(output).open("w") as file:
         return subprocess.Popen(

@@ -16,7 +16,7 @@ import torch
 
 from ascend_rl.launch import first_step
 
-pytestmark = [pytest.mark.timeout(600)]  # Ray's start must not take 30 s
+pytestmark = [pytest.mark.timeout(600)]
 
 # A recipe whose trainer is over at once: verl's own comparison of log-probs and its own metrics file.
 RECIPE = """

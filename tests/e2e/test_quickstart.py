@@ -133,7 +133,12 @@ def wait_for(condition, process, output) -> None:
 @pytest.mark.parametrize("victim", ["VLLM::EngineCor", "ray::WorkerDict"])
 def test_a_dead_process_ends_the_run_with_a_clear_error(tmp_path, nothing_left_behind, victim):
     output = tmp_path / "run"
-    process = launch("train_gspo_qwen3_tiny_cpu.sh", output, "trainer.val_before_train=False", STEPS=5000)
+    process = launch(
+        "train_gspo_qwen3_tiny_cpu.sh",
+        output,
+        "trainer.val_before_train=False",
+        **{"STEPS": 5000, "RESTART_SERVERS": 0},
+    )
     log = output / "train.log"
     written = output / "metrics.jsonl"
     wait_for(lambda: written.exists() and written.stat().st_size, process, output)
