@@ -48,7 +48,7 @@ from ascend_rl.weights.checkpoints import TRACKER  # noqa: E402
 
 KILL_WITHIN_S = 1.5  # of the first step of a start
 STALL_S, SERVER_S = 60, 30
-SPARE = 5  # restarts, as when Ray takes longer than 30 s to start on a busy machine
+SPARE = 5  # restarts after failures that are no fault of ours
 ANSWERS = 32  # held-out prompts
 DISK_BYTES = 1 << 30
 LAUNCHES = {

@@ -340,7 +340,7 @@ def test_a_dry_run_shows_no_secrets(root):
 
 
 def test_training_does_not_wait_for_a_ray_that_ended(tmp_path):
-    """As when `ray start` gives up after 30 s: its port is open by then. A command is in its place."""
+    """As when `ray start` gives up on its raylet: its port is open by then. A command is in its place."""
     with socket.create_server(("127.0.0.1", 0)) as control:
         job = {"ray": ["bash", "-c", "sleep 1; exit 1"], "train": ["sleep", "600"], "nodes": [""], "logs": ""}
         job |= {"control": control.getsockname(), "deadline_s": 9}

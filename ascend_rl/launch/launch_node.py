@@ -145,7 +145,7 @@ def wait_for_npus(job: dict, until: float, alive: Callable[[], bool]) -> str:
 def train(command: list[str], alive: Callable[[], bool]) -> int | None:
     """The exit status of the training; None if Ray ended and the training did not within TELL_S.
 
-    `ray start` may end after its port is open: on a busy machine it gives up after 30 s.
+    `ray start` may end after its port is open: it gives up when the raylet does not register in time.
     """
     process = subprocess.Popen(command)
     while alive():

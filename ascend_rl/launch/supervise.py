@@ -367,10 +367,8 @@ def supervise(
             alive = descendants(os.getpid())
             shm.watch(alive)
             essential = ESSENTIAL if answered_for(str(signs), VLLM) else ESSENTIAL + VLLM_ESSENTIAL
-            dead = {
-                pid: name for pid, name in seen.items() if pid not in alive and name.startswith(essential)
-            }
-            gone = [f"process {name} (pid {pid}) died" for pid, name in dead.items()]
+            dead = [pid for pid, name in seen.items() if pid not in alive and name.startswith(essential)]
+            gone = [f"process {seen[pid]} (pid {pid}) died" for pid in dead]
             died = (died or (now, gone[0])) if gone else None  # one look may miss a living process
             new = {pid: name for pid, name in alive.items() if pid not in seen and name.startswith(essential)}
             seen |= {pid: name for pid, name in new.items() if not is_fork(pid, name)}

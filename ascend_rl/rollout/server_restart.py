@@ -206,21 +206,17 @@ class Restarts:
                 found.setdefault(replica, f"made no progress for {self.deadline_s:g} s")
         return found
 
-    def check(self) -> None:
-        """End what died or hangs."""
-        for replica, why in self.dead().items():
-            self.end(replica, why)
-
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """`check` every CHECK_S seconds, in a thread."""
+        """Every CHECK_S seconds, in a thread, end what died or hangs."""
         over = threading.Event()
         self.progressed.clear()
 
         def watch():
             while not over.wait(CHECK_S):
                 try:
-                    self.check()
+                    for replica, why in self.dead().items():
+                        self.end(replica, why)
                 except Exception as error:  # the rollout may go on; if it cannot, it says why
                     say(f"vLLM's servers could not be looked after: {error}")
 
@@ -239,6 +235,7 @@ class Restarts:
             f"vLLM server {rank} {why}: its requests go on elsewhere, it starts again at the next weight sync"
         )
         replica.servers = []
+        any_id = next(id for id, its in self.replica_of.items() if its is replica)
         for server in servers:
             ray.kill(server)
         ray.get(
@@ -246,11 +243,7 @@ class Restarts:
                 worker.__ray_call__.remote(end_processes, its)
                 for worker, its in zip(beside(replica), self.processes.pop(rank), strict=True)
             ]
-            + [
-                self.manager.global_load_balancer.drop_server.remote(id)
-                for id, its in self.replica_of.items()
-                if its is replica
-            ],
+            + [self.manager.global_load_balancer.drop_server.remote(any_id)],  # with all its engines
             timeout=END_S,
         )
 

@@ -72,9 +72,14 @@ def test_killed_and_resumed(tmp_path, nothing_left_behind, trainer):
 
 def test_an_engine_that_dies_starts_again(tmp_path, nothing_left_behind):
     """SIGKILL of one of two engines in the second rollout: the run goes on, and trains as one without."""
-    variables, output = {"STEPS": 3, "NPUS_PER_NODE": 2, "GAP_LIMIT": 0}, tmp_path / "run"
-    start = ("train_gspo_qwen3_tiny_cpu.sh", output, *REPEATABLE, "trainer.test_freq=-1")
-    process, deadline = launch(*start, **variables), time.monotonic() + PATIENCE_S
+
+    def start(output):
+        variables = {"STEPS": 3, "NPUS_PER_NODE": 2, "GAP_LIMIT": 0}
+        script = "train_gspo_qwen3_tiny_cpu.sh"
+        return launch(script, output, *REPEATABLE, "trainer.test_freq=-1", **variables)
+
+    output, quiet = tmp_path / "run", tmp_path / "quiet"
+    process, deadline = start(output), time.monotonic() + PATIENCE_S
     while 1 not in losses(output / "metrics.jsonl") or "generate_sequences" not in titles(
         named(process, "ray::AgentLoopW")
     ):
@@ -87,8 +92,7 @@ def test_an_engine_that_dies_starts_again(tmp_path, nothing_left_behind):
     assert [row.get("rollout/servers_started_again") for row in training(output)] == [None, None, 1]
     after = losses(output / "metrics.jsonl")
 
-    quiet = tmp_path / "quiet"
-    process = launch(start[0], quiet, *start[2:], **variables)
+    process = start(quiet)
     assert finish(process, quiet) and process.returncode == 0
     for step, expected in losses(quiet / "metrics.jsonl").items():
         assert after[step] == pytest.approx(expected, rel=1e-5, abs=1e-7), step

@@ -22,18 +22,14 @@ DEADLINE_S = 8
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory):
+def trainer(tiny, tmp_path_factory):
     """What RayPPOTrainer has: verl's manager of two replicas, and a sync of weights (that does nothing)."""
     import ray
     from live_servers import configuration
 
-    from ascend_rl.recipe.tiny import make_model, make_tokenizer
     from verl.experimental.agent_loop import AgentLoopManager
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-    path, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer()
-    tokenizer.save_pretrained(path)
-    make_model(tokenizer, seed=0).save_pretrained(path)
     sign = tmp_path_factory.mktemp("launcher") / "progress"
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +46,7 @@ def trainer(tmp_path_factory):
             pass
 
         workers = [Worker.remote() for _ in range(2)]
-        config = configuration(path, tmp_path_factory.mktemp("servers"))
+        config = configuration(tiny / "model", tmp_path_factory.mktemp("servers"))
         group = SimpleNamespace(world_size=2, workers=workers)
         manager = AgentLoopManager.create(config, worker_group=group)
         synced = []
