@@ -264,13 +264,53 @@ def lower_bound(
     sequence that needs n ranks is longer than (n - 1) caps, so the (n - 1) of the sequences in a ring of g
     add up to at most g - 1; the ring's g * (g - 1) steps are therefore at least the sum of n * (n - 1), and
     the transfers at least that of (n - 1) * length. There are at least ``at_least`` micro-batches, and at
-    least as many as bins of a whole CP group's cap require.
+    least as many as bins of a whole CP group's cap require. `_alone_in_its_column` adds what this misses.
     """
     need, tokens = np.ceil(lengths / cap_tokens), lengths.astype(float)
     work = model.token * tokens + model.pair * tokens**2
     work = work + need * (need - 1) * model.ring_step + (need - 1) * tokens * model.ring_token
     count = max(at_least, math.ceil(fewest_bins(lengths, cp * cap_tokens) / dp))
-    return float(work.sum() / (cp * dp) + count * model.micro_batch)
+    more = _alone_in_its_column(need, tokens, work, cp, cap_tokens, model, count * dp)
+    return float((work.sum() + more) / (cp * dp) + count * model.micro_batch)
+
+
+def _alone_in_its_column(need, tokens, work, cp, cap, model, columns) -> float:
+    """Rank-seconds beyond ``work`` that sequences longer than half a CP group's cap cause in any plan.
+
+    No two of them share a column. In the column of one that needs n ranks, let its ring have g ranks and
+    hold x further tokens. Then, beyond ``work``,
+    - the ring takes 2 * (n - 1) * (g - n) steps, since the (n - 1) of its other sequences add up to at most
+      g - n, and transfers g - n times its own tokens and at least n - 1 times the others;
+    - the other cp - g ranks wait for the ring's time less ``full`` each, where their sequences take at most
+      ``full`` per cap of tokens; what denser sequences take in excess is subtracted, once for each;
+    - room for g * cap - length - x tokens stays empty, at a ``price`` each. The price is subtracted for
+      all room that ``columns`` leave empty; up to the cost of a column per token, more columns gain nothing.
+    The column takes at least the least of this over g and x: terms are linear in x, so the ends decide.
+    Each ``full`` and price gives a bound; the highest of some is taken.
+    """
+    alone = 2 * tokens > cp * cap
+    if not alone.any():
+        return 0.0
+    n, own = need[alone], tokens[alone]
+    beside = ~alone & (need <= cp - n.min())  # may be on the other ranks
+    beside_work, beside_caps = work[beside], tokens[beside] / cap
+    fulls = np.linspace(0, (beside_work / beside_caps).max(initial=0), 25)
+    denser = np.maximum(0, beside_work - fulls[:, None] * beside_caps).sum(1)
+    empty = columns * cp * cap - tokens.sum()
+    most = 0.0
+    for price in (0, model.micro_batch / cap):
+        least = np.full((len(fulls), len(n)), math.inf)
+        for g in range(int(n.min()), cp + 1):
+            steps = 2 * (n - 1) * (g - n) * model.ring_step + (g - n) * own * model.ring_token
+            room = g * cap - own
+            time = model.seconds(own, own**2, g)
+            slower = room * (model.token + (g - 1) * model.ring_token) / g
+            ring = np.stack([steps + price * room, steps + (n - 1) * room * model.ring_token])  # x: 0, room
+            waits = ring + (cp - g) * (np.stack([time, time + slower]) - fulls[:, None, None])
+            found = np.maximum(ring.min(0), waits.min(1))
+            least = np.where(n <= g, np.minimum(least, found), least)
+        most = max(most, float((least.sum(1) - denser).max() - price * empty))
+    return most
 
 
 class _Column:
