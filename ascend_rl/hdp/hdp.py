@@ -10,7 +10,7 @@ Idea, in four steps:
 2. columns: units, slowest first, are placed side by side until all ranks of a CP group are busy, so the ranks
    of a column take about equally long; leftover ranks widen a ring or take over a sequence;
 3. micro-batches: columns, slowest first, are dealt one to each CP group (DP rank) of a micro-batch;
-4. of three ways to choose and fill rings, and plain CP, the one that the cost model finds fastest is taken.
+4. of four ways to choose and fill rings, and plain CP, the one that the cost model finds fastest is taken.
 
 Slowest first keeps the sum over micro-batches of the slowest rank close to the mean: in a sorted list the
 differences between neighbours add up to the range of the list only once.
@@ -178,10 +178,10 @@ class Plan:
 
 
 @njit(cache=True)
-def _pack(lengths, needs, cap, fill_limit, token, pair, ring_step, ring_token):
+def _pack(lengths, needs, cap, limits, token, pair, ring_step, ring_token):
     """Pack sequences, longest first, into units: unit of each, then size, tokens and squares of each unit.
 
-    A ring takes further sequences only while its ranks stay below ``fill_limit`` seconds.
+    A ring of g ranks takes further sequences only while its ranks stay below ``limits[g]`` seconds.
     """
     n = len(lengths)
     unit = np.empty(n, np.int64)
@@ -194,10 +194,7 @@ def _pack(lengths, needs, cap, fill_limit, token, pair, ring_step, ring_token):
         while at < count:  # the least sufficient room, unless that ring is too slow already
             u = by_room[at]
             g, t, s = size[u], tokens[u] + length, squares[u] + length * length
-            if (
-                g == 1
-                or (token * t + pair * s) / g + (g - 1) * (ring_step + ring_token * t / g) <= fill_limit
-            ):
+            if (token * t + pair * s) / g + (g - 1) * (ring_step + ring_token * t / g) <= limits[g]:
                 break
             at += 1
         if at == count:
@@ -336,8 +333,6 @@ class _Column:
 
     def fill(self) -> _Column:
         """Occupy idle ranks one by one: widen a ring, or move one of a ring's several sequences there."""
-        if self.sequences == 1:  # the common case if most sequences are long
-            self.rings = [(self.cp, self.rings[0][1])]
         while (free := self.cp - sum(size for size, _ in self.rings)) > 0:
             choices = []
             for i, (size, members) in enumerate(self.rings):
@@ -378,12 +373,12 @@ class _Draft:
     free: np.ndarray
 
 
-def _side_by_side(lengths, needs, cp, cap, model, fill_limit) -> _Draft:
+def _side_by_side(lengths, needs, cp, cap, model, limits) -> _Draft:
     """Pack sequences into units, and these into as many columns as they need."""
     longest_first = np.argsort(-lengths, kind="stable")
     unit_of = np.empty(len(lengths), np.int64)
     unit_of[longest_first], size, tokens, squares = _pack(
-        lengths[longest_first], needs[longest_first], cap, fill_limit,
+        lengths[longest_first], needs[longest_first], cap, limits,
         model.token, model.pair, model.ring_step, model.ring_token,
     )  # fmt: skip
     seconds = model.seconds(tokens, squares, size)
@@ -405,7 +400,12 @@ def _occupy(draft: _Draft, count: int, lengths, cp, cap, model) -> None:
     """Make ``count`` columns without idle ranks: fill columns that have some, split slow ones."""
     there = len(draft.free)
     missing = count - there
-    touched = set(np.flatnonzero(draft.free).tolist())
+    single = np.bincount(draft.column) == 1  # the common case if most sequences are long: widen all at once
+    chosen = np.flatnonzero(single[draft.column])
+    own = lengths[chosen].astype(float)
+    draft.first[chosen], draft.size[chosen] = 0, cp
+    draft.seconds[draft.column[chosen]] = model.seconds(own, own**2, cp)
+    touched = set(np.flatnonzero((draft.free > 0) & ~single).tolist())
     if missing:
         spare = np.bincount(draft.column, minlength=there) - 1
         slowest = np.argsort(-draft.seconds, kind="stable")
@@ -431,9 +431,9 @@ def _occupy(draft: _Draft, count: int, lengths, cp, cap, model) -> None:
             at += ring_size
 
 
-def _plan_with(lengths, needs, fill_limit, cp, dp, cap, model, multiple, at_least, bound) -> Plan:
-    """One way to plan: give sequences rings of ``needs`` ranks and fill these up to ``fill_limit``."""
-    draft = _side_by_side(lengths, needs, cp, cap, model, fill_limit)
+def _plan_with(lengths, needs, limits, cp, dp, cap, model, multiple, at_least, bound) -> Plan:
+    """One way to plan: give sequences rings of ``needs`` ranks and fill these up to ``limits``."""
+    draft = _side_by_side(lengths, needs, cp, cap, model, limits)
     micro_batches = max(math.ceil(len(draft.free) / dp), at_least)
     micro_batches = math.ceil(micro_batches / multiple) * multiple
     if micro_batches * dp > len(lengths):
@@ -487,10 +487,22 @@ def plan(
             f"(ppo_max_token_len_per_gpu) to {math.ceil(lengths.max() / cp)}, or context_parallel_size"
         )
     needs = np.ceil(lengths / cap_tokens).astype(np.int64)
-    full = float(model.seconds(cap_tokens, cap_tokens * float(lengths.mean()), 1))
-    ways = [(np.full_like(lengths, cp), math.inf)]
+    unlimited = np.full(cp + 1, math.inf)
+    ways = [(np.full_like(lengths, cp), unlimited)]
     if rings and cp > 1:
-        ways += [(needs, 1.1 * full), (needs, math.inf), (np.where(2 * needs > cp, cp, needs), math.inf)]
+        short = lengths[lengths <= cap_tokens].astype(float)
+        mean, typical = float(lengths.mean()), float((short**2).sum() / max(short.sum(), 1.0))
+        of_mean, of_typical = (float(model.seconds(cap_tokens, cap_tokens * x, 1)) for x in (mean, typical))
+        low = np.where(np.arange(cp + 1) > 1, 1.1 * of_mean, math.inf)
+        paired = cp % np.maximum(np.arange(cp + 1), 1) == 0  # others of their size beside them
+        alone = 2 * needs > cp  # rings that leave fewer ranks than they take
+        middle = np.median(lengths[alone]) if alone.any() else 0
+        ways += [
+            (needs, low),
+            (needs, unlimited),
+            (np.where(alone, cp, needs), unlimited),
+            (np.where(alone & (lengths > middle), cp, needs), np.where(paired, math.inf, of_typical)),
+        ]
     fewest = math.ceil(max(at_least, 1) / multiple) * multiple
     bound = lower_bound(lengths, cp, dp, cap_tokens, model, fewest)
     settings = cp, dp, cap_tokens, model, multiple, at_least, bound
