@@ -94,6 +94,14 @@ CONFLICTS = {
     "Ray and scheduling ahead": (
         {"async_scheduling": True, "distributed_executor_backend": "ray"}, {}, "one of mp, uni",
     ),
+    "a draft model and graphs by rank": (
+        extra(graphs_by_rank=True) | {"speculative_config": {"method": "eagle3", "model": "drafter"}},
+        {}, "sam",
+    ),
+    "MTP and graphs by rank": (extra(graphs_by_rank=True), {"mtp": True}, "draft models"),
+    "layers of several ranks and graphs by rank": (
+        extra(graphs_by_rank=True, finegrained_tp_config={"lmhead_tensor_parallel_size": 2}), {}, "leave one",
+    ),
     "no domain": (extra(hccl_op_expansion_mode="AIV"), {}, "tp=AI_CPU"),
 }  # fmt: skip
 
@@ -120,6 +128,8 @@ def test_what_contradicts_is_refused(name):
     extra(**EX) | {"compilation_config": FULL},
     extra(hccl_op_expansion_mode=dict.fromkeys(DOMAINS, "HOST")),
     extra(ascend_compilation_config={"fuse_norm_quant": False}),
+    extra(graphs_by_rank=True),
+    extra(graphs_by_rank=True) | {"speculative_config": SAM},
 ])  # fmt: skip
 @pytest.mark.parametrize("shared_by", [1, 4, 8])
 def test_what_fits_is_not_refused(options, shared_by):

@@ -26,6 +26,7 @@ ENGINE_OPTIONS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 CONFIGS = ("compilation_config", "speculative_config", "additional_config")
 FULL_GRAPHS = ("FULL_DECODE_ONLY", "FULL")
 AHEAD_EXECUTORS = ("mp", "uni", "external_launcher")  # of asynchronous scheduling; verl's is mp
+OWN_DRAFTS = ("sam", "ngram", "suffix")  # drafters that are no model: nothing to compute together
 MAX_DECODE_TOKENS = 16  # tokens of a request that the attention operator takes in layout TND
 # Names of later releases of vllm-ascend, ignored by 0.13.0, and its own.
 LATER = {
@@ -75,6 +76,25 @@ def _graphs(options: Mapping[str, Any], extra: Mapping[str, Any], eager: bool) -
             "additional_config.enable_static_kernel",
             "only npugraph_ex compiles static kernels, and it is off",
             "set additional_config.enable_npugraph_ex=True",
+        )
+
+
+def _ranks(options: Mapping[str, Any], extra: Mapping[str, Any], mtp: bool) -> Iterator[Conflict]:
+    """graphs_by_rank: data-parallel ranks do not agree on the size of a step, so nothing else may need it."""
+    if not extra.get("graphs_by_rank"):
+        return
+    where, speculation = "additional_config.graphs_by_rank", options.get("speculative_config") or {}
+    if mtp or (speculation and speculation.get("method") not in OWN_DRAFTS):
+        yield (
+            where,
+            "draft models compute in equal steps",
+            f"draft with one of {', '.join(OWN_DRAFTS)}, or none",
+        )
+    if extra.get("finegrained_tp_config"):
+        yield (
+            where,
+            "finegrained_tp_config shares layers among data-parallel ranks, in equal steps",
+            "leave one of them out",
         )
 
 
@@ -172,7 +192,7 @@ def conflicts(
     found = [*_speculation(options, npu, eager, mtp, shared_by), *_scheduling(options)]
     extra = options.get("additional_config") or {}
     if npu:
-        found += [*_graphs(options, extra, eager), *_domains(extra)]
+        found += [*_graphs(options, extra, eager), *_ranks(options, extra, mtp), *_domains(extra)]
     return found
 
 

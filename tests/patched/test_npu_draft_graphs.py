@@ -101,32 +101,62 @@ def test_with_the_gate_shut_steps_replay_the_graphs_of_one_token_a_row(npu_groun
     assert_replayed(run, {1})
 
 
-def decode_on_ranks(world: int, path: str, prompts: list[list[list[int]]], options: dict) -> dict:
-    return on_ranks("A3", world, decode_own, path, prompts, options)
+def decode_on_ranks(world: int, path: str, prompts: list[list[int]], options: dict) -> list[dict]:
+    return on_ranks("A3", world, decode_on_one, path, prompts, options)
 
 
-def decode_own(path: str, prompts: list[list[list[int]]], options: dict) -> dict:
-    """Decodes the prompts of this rank, greedily."""
+def decode_on_one(path: str, prompts: list[list[int]], options: dict) -> list[dict]:
+    """Decodes, greedily; the runs of both ranks. With penalties, the second rank does not draft."""
     import os
 
-    return decode(path, prompts[int(os.environ["RANK"])], options, {"temperature": 0})
+    import torch.distributed as dist
+
+    from vllm.distributed import get_dp_group
+
+    drafting = os.environ["RANK"] == "0"
+    run = decode(path, prompts, options, {"temperature": 0, "frequency_penalty": 0.0 if drafting else 0.1})
+    runs = [None, None]
+    dist.all_gather_object(runs, run, group=get_dp_group().cpu_group)
+    return runs
 
 
-def test_data_parallel_experts_with_drafts_on_one_rank_only(npu_ground, tmp_path, prompts):
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    return str(save_random_model(tmp_path_factory.mktemp("moe"), moe=True))
+
+
+TWO_RANKS = {
+    "distributed_executor_backend": "external_launcher",
+    "enable_expert_parallel": True,
+    "data_parallel_size": 2,
+    "max_num_seqs": 10,
+}
+
+
+@pytest.fixture(scope="module")
+def plain_on_ranks(npu_ground, experts, prompts):
+    return npu_ground.run(decode_on_ranks, 2, experts, prompts, TWO_RANKS)
+
+
+def test_data_parallel_experts_with_drafts_on_one_rank_only(npu_ground, experts, prompts, plain_on_ranks):
     """Ranks exchange tokens in every layer of each step, so their steps have equal sizes, drafts or none."""
-    path = str(save_random_model(tmp_path, moe=True))
-    options = {
-        "distributed_executor_backend": "external_launcher",
-        "enable_expert_parallel": True,
-        "data_parallel_size": 2,
-        "max_num_seqs": 10,
-    }
-    own = [prompts, [[token] for token in range(8)]]
-    plain = npu_ground.run(decode_on_ranks, 2, path, own, options)
-    run = npu_ground.run(decode_on_ranks, 2, path, own, options | {"speculative_config": SAM})
-    assert run["ids"] == plain["ids"]
-    assert run["captured"] == len(PADDED) + 2  # 5 and 10 tokens without drafts too
-    drafted = [step["replays"] for step in run["steps"] if step["lengths"] == [1 + DRAFT_TOKENS]]
+    runs = npu_ground.run(decode_on_ranks, 2, experts, prompts, TWO_RANKS | {"speculative_config": SAM})
+    assert [run["ids"] for run in runs] == [run["ids"] for run in plain_on_ranks]
+    assert [run["captured"] for run in runs] == [len(PADDED) + 2] * 2  # 5 and 10 tokens without drafts too
+    drafted = [step["replays"] for step in runs[0]["steps"] if step["lengths"] == [1 + DRAFT_TOKENS]]
     assert drafted and set(drafted) == {1}
+    replays = [step["replays"] for step in runs[1]["steps"]]
+    print(f"\nwithout drafts: {sum(replays)} of {len(replays)} decode steps are replays")
     # A step without drafts is no replay while the other rank computes more tokens than it could have rows.
-    assert any(step["replays"] == 1 for step in run["steps"] if step["lengths"] == [1])
+    assert {(*step["lengths"], step["replays"]) for step in runs[1]["steps"]} == {(1, 0), (1, 1)}
+
+
+def test_graphs_by_rank_replay_with_and_without_drafts_in_one_step(
+    npu_ground, experts, prompts, plain_on_ranks
+):
+    options = {"speculative_config": SAM, "additional_config": {"graphs_by_rank": True}}
+    runs = npu_ground.run(decode_on_ranks, 2, experts, prompts, TWO_RANKS | options)
+    assert [run["ids"] for run in runs] == [run["ids"] for run in plain_on_ranks]
+    seen = [{(*step["lengths"], step["replays"]) for step in run["steps"]} for run in runs]
+    assert (1 + DRAFT_TOKENS, 1) in seen[0] and seen[0] <= {(1, 1), (1 + DRAFT_TOKENS, 1)}
+    assert seen[1] == {(1, 1)}
