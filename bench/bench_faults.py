@@ -321,6 +321,7 @@ def strike(run: Run, fault: str, quiet: Path) -> dict:
         run.noticed(failures)
     run.reach(phase)
     failures, before = run.failures(), len(parts(run.metrics)) + bool(losses(run.metrics))
+    before_it = run.said(IN_PLACE)  # it may be noticed while the signal is sent
     began, newest = time.monotonic(), losses(run.metrics) or losses(parts(run.metrics)[-1])
     step = 1 + max(newest)
     row = {"fault": what, "phase": phase, "step": step}
@@ -334,7 +335,6 @@ def strike(run: Run, fault: str, quiet: Path) -> dict:
         run.until((run.checkpoints / f"global_step_{step + 2}").exists, "later step")
         disk.ballast.unlink()
         return row | {"noticed_s": None, "again_s": 0.0, "steps_again": 0, "orphans": 0, "wrong": ""}
-    before_it = run.said(IN_PLACE)
     row["noticed_s"] = run.noticed(failures) - began
     may_go_on = run.said(IN_PLACE) > before_it  # unless it was the last server
     if disk:
