@@ -65,7 +65,7 @@ class Proposer:
         self.proposer, self.graph_tokens = SamProposer(k, 1 << 30), 1 << 30 if graphs else None
         self.params = SimpleNamespace(
             frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_p=0.0, logit_bias=None,
-            min_tokens=0, max_tokens=1 << 30,
+            min_tokens=0, max_tokens=1 << 30, extra_args=None,
         )  # fmt: skip
 
     def propose_all(self, running: list[list]) -> list[list[int]]:
@@ -202,7 +202,7 @@ def decode(corpus: Corpus, drafter) -> tuple[float, float, float]:
     """Tokens and drafted tokens a step, averaged over all requests of a server that takes them in order; and
     the time without drafts over the time with them, for the same batches."""
     from ascend_rl.speculation.bs_threshold_for_spec_decode import step_time
-    from ascend_rl.speculation.sam_decoding import STEP_TIMES
+    from ascend_rl.speculation.sam_options import STEP_TIMES
 
     queue = [
         (f"{i}/{j}", np.concatenate([prompt, output]).astype(np.int32), len(prompt))

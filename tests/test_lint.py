@@ -44,6 +44,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MEGATRON, TRANSFORMER = f"{ACTOR}.megatron", f"{ACTOR}.megatron.override_transformer_config"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 SPECULATE = f"+{VLLM}.speculative_config.num_speculative_tokens=3"
+SAM = f"{SPECULATE} +{VLLM}.speculative_config.method=sam +{VLLM}.additional_config.sam_decoding"
 
 
 def checks(findings: list[Finding], *severities: str) -> set[str]:
@@ -149,6 +150,9 @@ OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("rollout.graph_sizes", "megatron", SPECULATE),
     ("rollout.options", "megatron", f"{SPECULATE} +{VLLM}.compilation_config.cudagraph_mode=FULL"),
     ("rollout.options", "megatron", f"{SPECULATE} +{VLLM}.async_scheduling=True"),
+    ("rollout.options", "megatron", f"{SAM}.history=-1"),
+    ("rollout.options", "megatron", f"{SAM}.max_bytes=1024"),
+    ("rollout.options", "megatron", f"{SAM}.histroy=1"),
     ("rollout.options", "megatron", f"+{VLLM}.additional_config.hccl_op_expansion_mode.tp=AICPU"),
     ("rollout.options", "fsdp", f"+{VLLM}.additional_config={{enable_static_kernel:True}}"),
     ("rollout.log_probs_needed", "megatron", "algorithm.rollout_correction.bypass_mode=True"),

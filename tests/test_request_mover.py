@@ -32,6 +32,7 @@ from ascend_rl.rollout.request_mover import (
 )
 from ascend_rl.rollout.rollout_rebalance import Move
 from ascend_rl.settings.switch import CannotWork
+from ascend_rl.speculation.response_history import KEY
 
 CONFIG = SimpleNamespace(prompt_length=8, response_length=60)
 EOS = 0
@@ -321,8 +322,10 @@ def test_planner_and_mover_together_shorten_a_skewed_rollout(engines, counts):
 
 def test_requests_that_may_not_move_stay():
     sampling = [{"stop": ["x"]}, {"presence_penalty": 0.5}, {"structured_outputs": object()}, {"n": 2}]
+    sampling += [{"extra_args": {"another": 1}}, {"extra_args": {KEY: [(1, b"")]}, "stop": ["x"]}]
     assert not any(can_move(params) for params in sampling)
     assert can_move({"temperature": 0.9, "top_k": 50, "seed": 1, "stop": None, "frequency_penalty": 0.0})
+    assert can_move({"extra_args": {KEY: [(1, b"")]}}) and can_move({"extra_args": None})
     requests = some_requests(0, frequency_penalty=0.5, max_tokens=40)
     stayed, moved = Rollout(), Rollout()
     assert moved.run(requests, somewhere(0)) == stayed.run(requests)

@@ -9,18 +9,20 @@ import pytest
 
 from ascend_rl.settings.switch import CannotWork
 from ascend_rl.speculation.bs_threshold_for_spec_decode import step_time
+from ascend_rl.speculation.response_history import with_history
 from ascend_rl.speculation.sam_decoding import (
     ALLOWANCE,
+    HISTORY_TOKENS,
     LOOK_ROWS,
     MOST_ALLOWED,
     SamProposer,
-    measured_steps,
     takes_drafts,
 )
+from ascend_rl.speculation.sam_options import BEYOND_BYTES, LEAST_BYTES, measured_steps
 
 PLAIN = {
     "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0,
-    "logit_bias": None, "min_tokens": 0, "max_tokens": 10_000,
+    "logit_bias": None, "min_tokens": 0, "max_tokens": 10_000, "extra_args": None,
 }  # fmt: skip
 FREE = {"step_times": {"1": 1, "1000": 1}}  # drafts cost nothing
 DEAR = {"step_times": {"1": 1, "1000": 1000}}  # a token costs a token
@@ -176,15 +178,27 @@ def test_no_graph_for_rows_that_cannot_have_all_tokens_except_finished_ones():
     assert drafts["a"] == repeating(49)[45:] and len(drafts["b"]) == 4
 
 
-@pytest.mark.parametrize("given", [{"4": 1}, {"4": 1, "0": 2}, {"4": 1, "8": -1}, {"a": 1, "b": 2}, [1, 2]])
-def test_step_times_that_are_none_are_refused(given):
-    with pytest.raises(CannotWork, match="give measured times of decode steps"):
-        SamProposer(4, 100, {"step_times": given})
+STEPS = ({"4": 1}, {"4": 1, "0": 2}, {"4": 1, "8": -1}, {"a": 1, "b": 2}, [1, 2])
+IMPOSSIBLE = [
+    *(("step_times", value) for value in STEPS),
+    *(("worth", value) for value in (-0.1, 1, "0.1", True)),
+    *(("max_bytes", value) for value in (LEAST_BYTES - 1, BEYOND_BYTES, 1e9, True)),
+    *(("history", value) for value in (-1, 1.5, "2", True)),
+    ("steps", 1),
+]
 
 
-def test_unknown_options_are_refused():
-    with pytest.raises(CannotWork, match="'steps'"):
-        SamProposer(4, 100, {"steps": 1})
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE, ids=str)
+def test_options_that_cannot_work_are_refused(name, value):
+    with pytest.raises(CannotWork) as error:
+        SamProposer(4, 100, {name: value})
+    (reason,) = str(error.value).splitlines()[1:]
+    assert reason.strip().startswith(f"sam_decoding.{name}: ")
+
+
+@pytest.mark.parametrize("max_bytes", [LEAST_BYTES, BEYOND_BYTES - 1])
+def test_the_least_and_the_most_memory_will_do(max_bytes):
+    assert SamProposer(4, 100, {"max_bytes": max_bytes, "history": 0, "worth": 0}).drafter.max_bytes > 4 << 20
 
 
 def test_finished_requests_are_forgotten():
@@ -194,3 +208,72 @@ def test_finished_requests_are_forgotten():
     del runner.requests["a"]
     runner.step({"b": [repeating(51)[50]]})
     assert runner.proposer.known == {"b"} and runner.proposer.drafted <= {"b"}
+
+
+def bringing(*texts: list[int], prompt_tokens: int) -> dict:
+    """Sampling parameters of a request that brings these earlier texts."""
+    brought = [(prompt_tokens, np.array(text, np.int32).tobytes()) for text in texts]
+    return with_history({}, {"sam_history": brought})
+
+
+def noise(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(1, 50_000, count).tolist()
+
+
+def test_drafts_from_what_a_request_brings(counts):
+    earlier, other = noise(600), noise(20) + noise(300, seed=1)
+    runner = Runner({"a": earlier[:20]}, options=FREE, **bringing(earlier, other, prompt_tokens=20))
+    assert len(runner.follow("a", earlier)) < 600 / 5 + 4
+    assert counts()["sam_history"] == 580 + 300 and not runner.proposer.history
+    assert not runner.requests["a"].sampling_params.extra_args  # does not take memory twice
+    without = Runner({"a": earlier[:20]}, options=FREE).follow("a", earlier)
+    assert len(without) > 570 and sum(map(bool, without)) < 20
+
+
+def test_history_of_a_request_that_moved_is_found():
+    """Its prompt here is the first part of its text."""
+    earlier = noise(600)
+    runner = Runner({"a": earlier[:200]}, options=FREE, **bringing(earlier, prompt_tokens=20))
+    assert len(runner.follow("a", earlier)) < 400 / 5 + 4
+
+
+def test_a_known_prompt_needs_no_history(counts):
+    """Of requests with one prompt, the first one's is enough, and what the engine wrote itself as well."""
+    earlier = noise(300)
+    runner = Runner({name: earlier[:20] for name in "ab"}, **bringing(earlier, prompt_tokens=20))
+    for _ in range(3):
+        runner.step({name: [1] for name in "ab"})
+    assert counts()["sam_history"] == 280
+
+
+def test_history_is_taken_in_piece_by_piece(counts):
+    texts = [noise(2 * HISTORY_TOKENS, seed) for seed in range(2)]
+    texts[1][:20] = texts[0][:20]
+    runner = Runner({"a": texts[0][:20]}, **bringing(*texts, prompt_tokens=20))
+    taken = [0]
+    while runner.proposer.history or len(taken) == 1:
+        runner.step({"a": [1]})
+        taken.append(counts().get("sam_history", 0))
+    assert max(np.diff(taken)) <= HISTORY_TOKENS and taken[-1] == sum(map(len, texts)) - 40
+    assert len(taken) < 30
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_history_leaves_half_of_the_memory(finished):
+    """To texts that grow; those of finished requests make room."""
+    options = {"max_bytes": 24 << 20}  # 8 MiB for texts, some 130,000 tokens
+    long = noise(90_000, seed=2)
+    brought = noise(20, seed=3) + noise(20_000, seed=4)
+    runner = Runner({"b": brought[:20]}, options=options, **bringing(brought, prompt_tokens=20))
+    drafter = runner.proposer.drafter
+    for end in range(1000, 90_001, 1000):
+        drafter.propose("a", np.array(long[:end], np.int32), 10)
+    assert drafter.used_bytes > drafter.max_bytes / 2
+    if finished:
+        drafter.end("a")
+    for _ in range(30):
+        runner.step({"b": [1]})
+    assert not runner.proposer.history and len(drafter._texts) == 2 - finished
+    assert (drafter.used_bytes < drafter.max_bytes / 2) == finished
+    drafts = [runner.step({"b": [token]}) for token in brought[20:60]]
+    assert any(draft["b"] for draft in drafts) == finished

@@ -20,6 +20,7 @@ from ascend_rl.preflight.lint_setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup
 from ascend_rl.rollout import npu_options
 from ascend_rl.settings.model import QWEN
 from ascend_rl.settings.switch import CannotWork
+from ascend_rl.speculation import sam_options
 from ascend_rl.weights import checkpoints
 
 LOCAL_DIRECTORIES = ("/tmp", "/var", "/dev/shm")
@@ -171,6 +172,12 @@ def _(s):
         mtp=bool(s.get(f"{mtp}.enable") and s.get(f"{mtp}.enable_rollout")),
         shared_by=s.rollout_tp if s.variable("VLLM_ASCEND_ENABLE_FLASHCOMM1") else 1,
     )
+    speculative, extra = (
+        s.engine_options.get(name) or {} for name in ("speculative_config", "additional_config")
+    )
+    if speculative.get("method") == "sam":
+        of_sam = sam_options.conflicts(extra.get(sam_options.NAME, {}))
+        found += [(f"additional_config.{key}", why, fix) for key, why, fix in of_sam]
     yield from ((f"{VLLM}.{key}", why, fix) for key, why, fix in found)
 
 

@@ -50,6 +50,7 @@ STATELESS = {
     "min_tokens", "logprobs", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "detokenize",
     "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids", "logit_bias",
 }  # fmt: skip
+STATELESS_EXTRA = {"sam_history"}  # of extra_args: earlier responses to draft from
 # A moved request that is nowhere after this many checks has ended; it no longer holds up plans.
 ARRIVAL_CHECKS = 10
 
@@ -303,8 +304,14 @@ async def generate(
 
 
 def can_move(sampling_params: Mapping[str, Any]) -> bool:
-    """Whether a request may be cut in two: what it sets beyond ``STATELESS`` is empty or zero."""
-    return not any(value for key, value in sampling_params.items() if key not in STATELESS)
+    """Whether a request may be cut in two: what it sets beyond ``STATELESS`` is empty or zero.
+
+    >>> can_move({"extra_args": {"sam_history": [(1, b"")]}}), can_move({"extra_args": {"another": 1}})
+    (True, False)
+    """
+    others = {key: value for key, value in sampling_params.items() if key not in STATELESS}
+    extra = others.pop("extra_args", None) or {}
+    return not any(others.values()) and extra.keys() <= STATELESS_EXTRA
 
 
 def response_budget(config, prompt_tokens: int) -> int:

@@ -19,6 +19,7 @@ COUNTED = {
     "rollout_rebalance": ("requests moved between engines", "ROLLOUT_REBALANCE_ENABLE=1"),
     "sam_drafted": ("tokens drafted by SAM, padding included", "ENABLE_SAM=1"),
     "sam_accepted": ("of these, tokens that were emitted", "ENABLE_SAM=1"),
+    "sam_history": ("tokens of earlier responses taken in to draft from", "sam_decoding.history"),
     "draft_gate": ("steps too large for drafts", "VLLM_SPECULATIVE_BATCH_SIZE_THRE"),
     "eplb": ("experts received from other dies", "VLLM_ENABLE_EPLB=1"),
     "chunked_moe": ("chunks of MoE layers", "VLLM_FUSED_MOE_CHUNK_SIZE"),

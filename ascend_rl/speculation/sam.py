@@ -24,6 +24,8 @@ from collections import Counter
 import numpy as np
 from numba import njit, types
 
+from ascend_rl.speculation import sam_options
+
 # All structures live in one int32 array; a pointer is an index into it, 0 means none. Chunks are its pages.
 CHUNK = 4096
 FREE, UNUSED, USED, LIMIT, TABLE, SHARING, CHUNK_LINKS = range(7)
@@ -567,8 +569,8 @@ class SamDrafter:
         num_speculative_tokens: int,
         *,
         share_groups: bool = True,
-        max_bytes: int = 1 << 30,
-        worth: float = 0.03,
+        max_bytes: int = sam_options.MAX_BYTES,
+        worth: float = sam_options.WORTH,
     ):
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: give at least 1")
@@ -610,6 +612,26 @@ class SamDrafter:
     def used_bytes(self) -> int:
         """Bytes of memory that the automatons use."""
         return int(self._memory[USED]) * 4 * CHUNK
+
+    @property
+    def max_bytes(self) -> int:
+        """The limit of `used_bytes`."""
+        return int(self._memory[LIMIT]) * 4 * CHUNK
+
+    def make_room(self, most: int) -> bool:
+        """Drop texts of finished requests, oldest first, until ``used_bytes`` <= ``most``; whether it is."""
+        while self.used_bytes > most:
+            if not self._free_oldest():
+                return False
+        return True
+
+    def knows(self, tokens: np.ndarray, prompt_tokens: int) -> bool:
+        """Whether there is a group for this prompt."""
+        return self._key("", tokens[:prompt_tokens]) in self._groups
+
+    def seen(self, request_id: str) -> int:
+        """How many tokens of a request have been taken in; -1 if not even its prompt has."""
+        return int(self._memory[self._texts[request_id] + SEEN])
 
     def propose(self, request_id: str, tokens: np.ndarray, prompt_tokens: int) -> np.ndarray:
         """Take in the new part of ``tokens`` and draft what may follow.

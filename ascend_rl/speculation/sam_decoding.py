@@ -13,33 +13,31 @@ drafter expects is corrected by how much of it came true lately. Drafts that pro
 now and then, for at most ALLOWANCE of the time, so that what is known of them stays true. A large batch is
 looked at more rarely while drafts do not pay, about LOOK_ROWS requests a step.
 
+A request may bring earlier responses to its prompt (`response_history`). They are taken in piece by piece.
+
 Cost of a step: O(new tokens) for requests that are looked at; the others catch up later.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
 
 from ascend_rl.settings.counts import count
 from ascend_rl.settings.switch import CannotWork
+from ascend_rl.speculation import sam_options
 from ascend_rl.speculation.bs_threshold_for_spec_decode import step_time
+from ascend_rl.speculation.response_history import take_history
 from ascend_rl.speculation.sam import SamDrafter
 
 MAX_DRAFT_TOKENS = 128
 """MAX_SPEC_LEN of vLLM's rejection sampler."""
-STEP_TIMES = {4: 15.0, 32: 19.0, 128: 23.0, 256: 32.0}
-"""{tokens of a decode step: time}, in any unit, as only ratios matter: one MatMul of a step as published, us
-(docs/npu_on_cpu.md). What a step takes besides makes drafts cheaper, so this rather underrates them."""
 LOOK_ROWS = 32
 FORGET = 1 / 50  # what each step with drafts forgets of the drafts before
-ALLOWANCE, MOST_ALLOWED = (
-    0.01,
-    1.0,
-)  # time to try drafts that promise too little: a step's share, and saved up
-OPTIONS = "sam_decoding"
-"""Key of additional_config: {"step_times": {"4": 15, "256": 32}, "worth": 0.03}."""
+ALLOWANCE, MOST_ALLOWED = 0.01, 1.0  # time to try poor drafts: a step's share, and saved up, in steps
+HISTORY_TOKENS = 8192  # of earlier responses that a step takes in, less than the last of them
 OTHER_METHODS = (
     "model", "quantization", "draft_tensor_parallel_size", "max_model_len", "prompt_lookup_max",
     "prompt_lookup_min", "speculative_token_tree", "disable_by_batch_size",
@@ -65,24 +63,6 @@ def check_sam_config(config) -> None:
         )
 
 
-def measured_steps(given: Mapping | None) -> dict[int, float]:
-    """{tokens of a decode step: its time} from JSON, whose keys are strings; STEP_TIMES if there is none.
-
-    Raises:
-        CannotWork: fewer than two sizes, or numbers that are no sizes and times.
-    """
-    try:
-        steps = {int(tokens): float(time) for tokens, time in (given or STEP_TIMES).items()}
-        if len(steps) < 2 or min(steps) < 1 or min(steps.values()) <= 0 or step_time(steps, 1) <= 0:
-            raise ValueError
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CannotWork(
-            f"additional_config.{OPTIONS}.step_times={given!r}: give measured times of decode steps by their "
-            'number of tokens, two at least, such as {"4": 15, "256": 32}'
-        ) from error
-    return steps
-
-
 def takes_drafts(params, output_tokens: int) -> bool:
     """Whether drafts of a request with these SamplingParams can be verified at this point."""
     return not (
@@ -101,16 +81,20 @@ class SamProposer:
     Args:
         num_speculative_tokens: the most tokens in a draft.
         max_model_len: the most tokens of a request.
-        options: additional_config.sam_decoding, of ``step_times`` for `measured_steps` and ``worth`` of
-            `SamDrafter`.
+        options: additional_config.sam_decoding; `sam_options` has the defaults. ``history`` is the trainer's.
+
+    Raises:
+        CannotWork: for options that cannot work.
     """
 
     def __init__(self, num_speculative_tokens: int, max_model_len: int, options: Mapping | None = None):
         options = dict(options or {})
-        if unknown := options.keys() - {"step_times", "worth"}:
-            raise CannotWork(f"additional_config.{OPTIONS}: {sorted(unknown)} is none of step_times, worth")
-        self.times = measured_steps(options.pop("step_times", None))
+        sam_options.check(options)
+        options.pop("history", None)
+        self.times = sam_options.measured_steps(options.pop("step_times", None))
         self.drafter = SamDrafter(num_speculative_tokens, **options)
+        self.history: deque[tuple[str, np.ndarray, int]] = deque()  # to take in: name, text, prompt tokens
+        self.taken = 0  # of the first of these, after its prompt
         self.tokens = num_speculative_tokens
         self.max_model_len = max_model_len
         self.known: set[str] = set()  # requests the drafter knows
@@ -146,6 +130,7 @@ class SamProposer:
         for request_id in self.known - requests.keys():
             self.drafter.end(request_id)
         self.known &= requests.keys()
+        self._take_in_history()
         self._learn(input_batch.req_ids, sampled_token_ids)
         none: list[list[int]] = [[] for _ in sampled_token_ids]
         if self.wait:
@@ -193,7 +178,39 @@ class SamProposer:
         self.allowed += min(self.paid, right / max(len(lengths), 1))
         self.drafted, self.expected, self.paid = set(), 0.0, 0.0
 
+    def _bring_history(self, request_id: str, params) -> None:
+        """Queue the earlier responses that a request brings, unless its prompt is known here anyway."""
+        texts = take_history(params)
+        if texts and not self.drafter.knows(*texts[0]):
+            for number, (tokens, prompt_tokens) in enumerate(texts):
+                name = f"{request_id}/{number}"
+                self.drafter.propose(name, tokens[:prompt_tokens], prompt_tokens)  # what follows joins it
+                self.history.append((name, tokens, prompt_tokens))
+
+    def _take_in_history(self) -> None:
+        """Take in up to HISTORY_TOKENS of the queue, as texts of finished requests, or what a call does.
+
+        Half of the memory is left for texts that will grow.
+        """
+        left = HISTORY_TOKENS
+        while self.history and left > 0:
+            name, tokens, prompt_tokens = self.history[0]
+            end = prompt_tokens + self.taken + left
+            if room := self.drafter.make_room(self.drafter.max_bytes // 2):
+                self.drafter.propose(name, tokens[:end], prompt_tokens)
+                before, self.taken = self.taken, max(self.drafter.seen(name) - prompt_tokens, 0)
+                count("sam_history", self.taken - before)
+                left -= self.taken - before
+            if prompt_tokens + self.taken == len(tokens) or not room:
+                self.drafter.end(name)
+                self.history.popleft()
+                self.taken = 0
+            elif left > 0:
+                break  # the call has done its work; the rest comes with the next step
+
     def _draft(self, request_id: str, row: int, input_batch, requests: dict) -> list[int]:
+        if request_id not in self.known:
+            self._bring_history(request_id, requests[request_id].sampling_params)
         self.known.add(request_id)
         prompt, length = int(input_batch.num_prompt_tokens[row]), int(input_batch.num_tokens_no_spec[row])
         params = requests[request_id].sampling_params

@@ -31,18 +31,19 @@ def remote(actor):
 
 
 class Server:
-    """Answers a prompt with as many tokens as LENGTH says, and remembers the prompts in order."""
+    """Answers a prompt with as many tokens as LENGTH says, and remembers the requests in order."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.prompts = tokenizer, []
+        self.tokenizer, self.prompts, self.asked = tokenizer, [], []
 
-    async def generate(self, prompt_ids, **kwargs):
+    async def generate(self, prompt_ids, sampling_params, **kwargs):
         from verl.workers.rollout.replica import TokenOutput
 
         text = self.tokenizer.decode(prompt_ids).replace(" ", "")
         (prompt,) = [prompt for prompt in LENGTH if prompt in text]
         self.prompts.append(prompt)
-        return TokenOutput(token_ids=[5] * LENGTH[prompt], num_preempted=0)
+        self.asked.append((prompt_ids, sampling_params))
+        return TokenOutput(token_ids=[3 + len(self.asked) % 7] * LENGTH[prompt], num_preempted=0)
 
 
 def make_manager(model: Path, *overrides: str):
@@ -57,17 +58,26 @@ def make_manager(model: Path, *overrides: str):
             f"actor_rollout_ref.model.path={model}", f"{rollout}.name=vllm",
             f"{rollout}.prompt_length=16", f"{rollout}.response_length=16", *overrides,
         ])  # fmt: skip
-    made = object.__new__(agent_loop.AgentLoopManager)
-    balancer = agent_loop.GlobalRequestLoadBalancer.__ray_metadata__.modified_class(list(SERVERS))
-    made.config, made.rollout_config = config, config.actor_rollout_ref.rollout
-    made.server_addresses, made.servers = list(SERVERS), {}
-    handles = [(name, SimpleNamespace(generate=None)) for name in SERVERS]
-    made.workers = [agent_loop.AgentLoopWorker(config, handles, remote(balancer)) for _ in range(2)]
-    made.servers = {name: Server(made.workers[0].tokenizer) for name in SERVERS}
-    for worker in made.workers:
-        worker.server_manager._server_id_to_handle = {n: remote(s) for n, s in made.servers.items()}
-    made.server_handles = [remote(server) for server in made.servers.values()]
-    made.agent_loop_workers = [remote(worker) for worker in made.workers]
+
+    class Manager(agent_loop.AgentLoopManager):
+        async def _initialize_llm_servers(self):
+            self.server_addresses, self.servers = list(SERVERS), {}
+
+        async def _init_global_load_balancer(self):
+            balancer = agent_loop.GlobalRequestLoadBalancer.__ray_metadata__.modified_class
+            self.global_load_balancer = remote(balancer(self.server_addresses))
+
+        async def _init_agent_loop_workers(self):
+            handles = [(name, SimpleNamespace(generate=None)) for name in SERVERS]
+            balancer = self.global_load_balancer
+            self.workers = [agent_loop.AgentLoopWorker(config, handles, balancer) for _ in range(2)]
+            self.servers = {name: Server(self.workers[0].tokenizer) for name in SERVERS}
+            for worker in self.workers:
+                worker.server_manager._server_id_to_handle = {n: remote(s) for n, s in self.servers.items()}
+            self.server_handles = [remote(server) for server in self.servers.values()]
+            self.agent_loop_workers = [remote(worker) for worker in self.workers]
+
+    made = Manager.create(config, worker_group=object())
     attach(made)
     return made
 
@@ -86,6 +96,7 @@ def rollout(manager, **meta_info):
     )
     for server in manager.servers.values():
         server.prompts.clear()
+        server.asked.clear()
     output = manager.generate_sequences(batch)
     assert KEY not in batch.non_tensor_batch and batch.non_tensor_batch["mark"].tolist() == marks.tolist()
     return output, {name: list(server.prompts) for name, server in manager.servers.items()}

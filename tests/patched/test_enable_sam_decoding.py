@@ -112,6 +112,26 @@ def test_greedy_is_the_same_with_preemption_chunked_prefill_and_prefix_cache(mod
         assert tokens[:100] == longer[: len(tokens)]
 
 
+def test_earlier_responses_make_drafts_and_no_difference(sam, expected):
+    """Right ones save steps from the first token on; wrong ones cost no token."""
+    from ascend_rl.speculation.response_history import with_history
+
+    def bringing(prompt, response):
+        earlier = (len(prompt), np.array(prompt + response, np.int32).tobytes())
+        return given(max_tokens=100, **with_history({}, {"sam_history": [earlier]}))
+
+    steps = {}
+    for name, shift in {"right": 0, "of other prompts": 1}.items():
+        chosen = [[5, 3 + shift] + prompt for prompt in prompts(16)]  # not seen by this engine before
+        truth = sam.tokens(chosen, given(max_tokens=100, presence_penalty=1e-9))  # one by one: no drafts
+        assert sam.counts["drafted"] == 0
+        brought = truth[shift:] + truth[:shift]
+        parameters = [bringing(prompt, response) for prompt, response in zip(chosen, brought, strict=True)]
+        assert sam.tokens(chosen, parameters) == truth
+        steps[name] = sam.counts["steps"]
+    assert steps["right"] < 25 < steps["of other prompts"] <= 101
+
+
 def test_stop_within_a_draft(sam, expected):
     """Stop tokens, the end token and max_tokens cut the output where they would without drafts."""
     for tokens, prompt in list(zip(expected, prompts(40), strict=True))[:12]:
