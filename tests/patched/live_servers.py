@@ -149,3 +149,30 @@ def engine_pids(server: vLLMHttpServer) -> list[int]:
     engines = [c for c in psutil.Process().children(recursive=True) if "EngineCor" in c.name()]
     assert len(engines) == len(server.engine.engine_core.core_engines)
     return [engine.pid for engine in engines]
+
+
+def prefills(server: vLLMHttpServer) -> list[tuple[str, int]]:
+    """Prompt tokens that the engines computed, by request, since the first call; vLLM's own count."""
+    client, states = server.engine.engine_core, server.engine.output_processor.request_states
+    if not hasattr(client, "prefills"):
+        client.prefills, get_output = {}, client.get_output_async
+
+        async def counted():
+            outputs = await get_output()
+            for output in outputs.outputs:
+                if output.request_id in states:
+                    prompt = states[output.request_id].prompt_len
+                    client.prefills.setdefault(output.request_id, prompt - output.num_cached_tokens)
+            return outputs
+
+        client.get_output_async = counted
+    return list(client.prefills.items())
+
+
+def take_own_weights(server: vLLMHttpServer) -> list[None]:
+    server.global_steps = server.replica_rank
+    return []
+
+
+def depot(server: vLLMHttpServer) -> list[str]:
+    return [str(server.kv_depot.directory)]

@@ -198,12 +198,8 @@ def test_running_requests_move_into_a_smaller_graph(manager, model):
     assert max(difference, model(found.responses)) < 2e-5
 
 
-@pytest.mark.long
-def test_sampled_responses_keep_their_distribution(manager):
-    """Token counts of 160 seeded requests, with many moves and with none: within six standard errors."""
-    rng, vocabulary = random.Random(0), 32
-    common = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40}
-
+def at_random(manager, rng, **config) -> RequestMover:
+    """A mover that moves three in ten requests anywhere, each time."""
     ids = manager.server_addresses
 
     def somewhere(servers, gears):
@@ -211,8 +207,17 @@ def test_sampled_responses_keep_their_distribution(manager):
         others = {id: [other for other in ids if other != id] for id in ids}
         return [Move(name, id, rng.choice(others[id])) for name, id in held if rng.random() < 0.3]
 
-    handles = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
-    mover = RequestMover(handles, RolloutRebalanceConfig(True, check_interval_s=0.02), somewhere)
+    handles = dict(zip(ids, manager.server_handles, strict=True))
+    return RequestMover(handles, RolloutRebalanceConfig(True, **config), somewhere)
+
+
+@pytest.mark.long
+def test_sampled_responses_keep_their_distribution(manager):
+    """Token counts of 160 seeded requests, with many moves and with none: within six standard errors."""
+    rng, vocabulary = random.Random(0), 32
+    common = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40}
+
+    mover = at_random(manager, rng, check_interval_s=0.02)
     counts = []
     for beside, first in ((mover, 0), (None, 160)):  # other seeds: the two samples are independent
         sampling = [common | {"seed": seed} for seed in range(first, first + 160)]
@@ -282,3 +287,82 @@ def test_without_any_server_the_rollout_fails_at_once(manager, unmoved, engines)
     with pytest.raises(Exception) as caught:
         moved(manager, SKEWED, beside=soon)
     assert has_died(caught.value, ray.exceptions.RayActorError), caught.value
+
+
+# With their KV.
+
+
+@pytest.fixture(scope="module")
+def sending(manager, checkpoint, tmp_path_factory):
+    """Servers that send the KV of requests with 16 tokens or more."""
+    from live_servers import Servers, configuration
+
+    directory = tmp_path_factory.mktemp("sending")
+    sending = Servers.create(
+        configuration(checkpoint, directory, f"{KEY}.enable=True", f"{KEY}.send_kv_tokens=16")
+    )
+    sending.rollout_config.rollout_rebalance.enable = False  # here, in the driver
+    return sending
+
+
+def left_in_memory() -> list[Path]:
+    return list(Path("/dev/shm").glob("ascend-rl-kv-*"))
+
+
+def test_running_requests_take_their_kv_along(sending, unmoved, model):
+    """Between servers and between engines of one, many times each; one token of each is computed anew."""
+    from live_servers import prefills
+
+    asyncio.run(sending.on_servers(prefills))
+    mover = at_random(sending, random.Random(1), check_interval_s=0.1, send_kv_tokens=16)
+    found = rollout(sending, SKEWED, mover=mover)
+    difference, error, did = same(found, unmoved), model(found.responses), mover.metrics()
+    computed = dict(asyncio.run(sending.on_servers(prefills)))
+    after_moves = [tokens for name, tokens in computed.items() if not name.endswith("/0")]
+    one = after_moves.count(1)
+    print(
+        f"\n{one} of {len(after_moves)} moved requests computed one token; log-probs differ by {difference:.1e}, "
+        f"from Hugging Face by {error:.1e}; {did}"
+    )
+    assert max(difference, error) < 1e-5
+    assert 20 <= one <= did["rollout_rebalance/kv_moves"] <= did["rollout_rebalance/moves_running"]
+    assert one > 0.7 * did["rollout_rebalance/kv_moves"]  # others moved on before their first token
+    assert did["rollout_rebalance/replayed_tokens"] < did["rollout_rebalance/kv_tokens"]
+    assert not left_in_memory()
+
+
+def test_kv_of_other_weights_is_computed_anew(sending, unmoved):
+    """Each server has taken weights of its own, and only requests that change servers move."""
+    from live_servers import take_own_weights
+
+    asyncio.run(sending.on_servers(take_own_weights))
+    ids, handles = sending.server_addresses, sending.server_handles
+    sending.server_addresses, sending.server_handles = ids[:2], handles[:2]
+    try:
+        mover = at_random(sending, random.Random(2), check_interval_s=0.1, send_kv_tokens=16)
+    finally:
+        sending.server_addresses, sending.server_handles = ids, handles
+    assert same(rollout(sending, SKEWED, mover=mover), unmoved) < 2e-5
+    did = mover.metrics()
+    assert did["rollout_rebalance/moves_running"] > 0 == did["rollout_rebalance/kv_moves"]
+    assert not left_in_memory()
+
+
+def test_a_killed_server_leaves_no_kv(sending, unmoved):
+    """It holds KV that its engine, which stands still, has not loaded."""
+    import ray
+    from live_servers import depot, engine_pids
+
+    (pid, *_), (directory, *_) = (asyncio.run(sending.on_servers(find)) for find in (engine_pids, depot))
+
+    async def kill():
+        await until_busy(server_of(sending.server_handles[1]))
+        os.kill(pid, signal.SIGSTOP)
+        while not list(Path(directory).glob("taken-*")):
+            await asyncio.sleep(0.01)
+        ray.kill(sending.server_handles[0])
+        os.kill(pid, signal.SIGKILL)
+
+    mover = at_random(sending, random.Random(3), check_interval_s=0.1, send_kv_tokens=16)
+    assert same(rollout(sending, SKEWED, mover=mover, beside=kill), unmoved) < 2e-5
+    assert not left_in_memory()
