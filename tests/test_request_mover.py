@@ -206,7 +206,7 @@ class Rollout:
         self.balancer = Balancer(self._server_id_to_handle)
         self._load_balancer = Remote(self.balancer)
         self.config = SimpleNamespace(rollout=CONFIG, get=lambda key: None)
-        self.rebalance = RolloutRebalanceConfig(True, **{"check_interval_s": 2e-3} | config)
+        self.rebalance = self._moves = RolloutRebalanceConfig(True, **{"check_interval_s": 2e-3} | config)
 
     async def _acquire_server(self, request_id):
         name = await self._load_balancer.acquire_server.remote(request_id)

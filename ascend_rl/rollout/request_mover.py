@@ -6,7 +6,8 @@ engine: ``address#0``, ``address#1``, ... Whatever follows is the same for both.
 A rollout ends with its longest responses: some servers still decode many, others none. Every
 ``check_interval_s`` the mover asks each server which requests it holds, calls the planner and tells the
 sources which requests to give up, and where they go. A move is an abort that keeps tokens and log-probs; the
-caller of the request then continues prompt + tokens on the target, which computes the KV cache anew.
+caller of the request then continues prompt + tokens on the target, which computes the KV cache anew, or, from
+``send_kv_tokens`` on, loads what the source saved (moved_kv.py).
 
 - The target travels with the abort. An abort without a target (a pause, a timeout) stays one.
 - Every token keeps the log-prob of the server that sampled it, and no request is lost or done twice: only its
@@ -35,6 +36,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from ascend_rl.rollout.moved_kv import CONNECTOR, MEMORY, Depot
 from ascend_rl.rollout.rollout_rebalance import Request, Server, plan
 from ascend_rl.settings.counts import count
 from ascend_rl.settings.switch import refuse
@@ -51,6 +53,11 @@ STATELESS = {
     "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids", "logit_bias",
 }  # fmt: skip
 STATELESS_EXTRA = {"sam_history"}  # of extra_args: earlier responses to draft from
+# What the engines of two servers must have in common to load each other's KV.
+SAME_KV = (
+    "dtype", "quantization", "kv_cache_dtype", "block_size", "tensor_parallel_size", "pipeline_parallel_size",
+    "speculative_config",
+)  # fmt: skip
 # A moved request that is nowhere after this many checks has ended; it no longer holds up plans.
 ARRIVAL_CHECKS = 10
 
@@ -64,12 +71,16 @@ class RolloutRebalanceConfig:
         check_interval_s: pause between two checks.
         answer_timeout_s: a server that takes longer to answer sits out this check.
         gears: requests per server that decode fast; by default its graph sizes, else powers of two.
+        send_kv_tokens: running requests with as many tokens move with their KV; None or 0: none do.
+        kv_directory: for the KV, shared by all servers; by default memory, for moves within a node.
     """
 
     enable: bool = False
     check_interval_s: float = 2.0
     answer_timeout_s: float = 5.0
     gears: Sequence[int] | None = None
+    send_kv_tokens: int | None = None
+    kv_directory: str | None = None
 
     def __post_init__(self):
         rules = [
@@ -78,6 +89,7 @@ class RolloutRebalanceConfig:
             (self.answer_timeout_s <= 0, "answer_timeout_s", "give seconds > 0"),
             (self.gears is not None and (not self.gears or min(self.gears) < 1), "gears",
              "give batch sizes >= 1, or null"),
+            ((self.send_kv_tokens or 0) < 0, "send_kv_tokens", "give tokens >= 1, or null"),
         ]  # fmt: skip
         refuse("rollout_rebalance", (f"{key}={getattr(self, key)}: {fix}" for bad, key, fix in rules if bad))
 
@@ -103,6 +115,31 @@ def settings(rollout_config) -> RolloutRebalanceConfig | None:
 
 class MovableRequests:
     """Added to verl's vLLM server; reads ``self.engine``, an AsyncLLM."""
+
+    kv_depot: Depot | None = None  # where requests move with their KV
+    kv_moves = kv_tokens = 0  # that came here since the last `end_moves`
+
+    def with_kv_transfer(self, args: dict[str, Any]) -> dict[str, Any]:
+        """vLLM's arguments, with the connector that sends KV where that is switched on."""
+        config = self.config.rollout_rebalance
+        if not (config and config.enable and config.send_kv_tokens):
+            return args
+        unlike = ["kv_transfer_config", "decode_context_parallel_size", "prefill_context_parallel_size"]
+        given = [key for key in unlike if args.get(key) not in (None, 1)]
+        fix = "remove it from engine_kwargs.vllm, or set rollout_rebalance.send_kv_tokens=null"
+        refuse("rollout_rebalance.send_kv_tokens", [f"it cannot work with {key}: {fix}" for key in given])
+        about = {"model": self.model_config.local_path} | {key: args.get(key) for key in SAME_KV}
+        workers = (args.get("tensor_parallel_size") or 1) * (args.get("pipeline_parallel_size") or 1)
+        name = f"{self._master_address}-{self._master_port}"
+        self.kv_depot = Depot(config.kv_directory or MEMORY, name, about, workers)
+        return args | {
+            "kv_transfer_config": {
+                "kv_connector": CONNECTOR.rpartition(".")[2],
+                "kv_connector_module_path": CONNECTOR.rpartition(".")[0],
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"directory": str(self.kv_depot.directory)},
+            }
+        }
 
     async def dp_engines(self) -> int:
         """Engines to which this server deals its requests, those on other nodes included."""
@@ -158,8 +195,44 @@ class MovableRequests:
             if name.startswith(MOVABLE) and name in self.engine.output_processor.request_states
         ]  # fmt: skip
         self._move_targets().update({name: targets[name] for name in here})
+        for name in here:
+            if self._sends_kv(name, targets[name]):
+                self.kv_depot.expect(name, self.global_steps)
         await self.engine.abort(here)
         return here
+
+    def _sends_kv(self, request_id: str, target: str) -> bool:
+        if self.kv_depot is None:
+            return False
+        config, state = self.config.rollout_rebalance, self.engine.output_processor.request_states[request_id]
+        tokens = state.prompt_len + len(state.detokenizer.output_token_ids)
+        node = address_of(target).rpartition(":")[0].strip("[]")
+        reached = config.kv_directory or (self.nnodes == 1 and node == self._server_address)
+        return bool(reached and not state.is_prefilling and tokens >= config.send_kv_tokens)
+
+    async def sent_kv(self, request_id: str) -> str | None:
+        """Where the KV of an aborted request is, once it is saved; None if it was not."""
+        if self.kv_depot is None:
+            return None
+        return await self.kv_depot.saved(request_id, self.config.rollout_rebalance.answer_timeout_s)
+
+    async def with_moved_kv(self, sampling_params: dict, kv: str | None) -> dict:
+        """The parameters of a request that comes with KV, which the engine loads if it can be used."""
+        given = await self.kv_depot.take(kv, self.global_steps) if kv and self.kv_depot else None
+        if given is None:
+            return sampling_params
+        self.kv_moves += 1
+        self.kv_tokens += given["moved_kv"]["tokens"]
+        extra = (sampling_params.get("extra_args") or {}) | {"kv_transfer_params": given}
+        return sampling_params | {"extra_args": extra}
+
+    async def end_moves(self) -> dict[str, int]:
+        """At the end of a rollout: leave no KV; how many requests, and tokens, came with theirs."""
+        found = {"kv_moves": self.kv_moves, "kv_tokens": self.kv_tokens}
+        self.kv_moves = self.kv_tokens = 0
+        if self.kv_depot:
+            self.kv_depot.clear()
+        return found
 
     async def take_target(self, request_id: str) -> str | None:
         """Where an aborted request goes, or None if it was not aborted for a move."""
@@ -273,18 +346,19 @@ async def generate(
         sampling_params = dict(sampling_params)
         budget = response_budget(manager.config, len(prompt_ids))
         sampling_params.setdefault("max_tokens", sampling_params.pop("max_new_tokens", budget))
-    name, output = uuid4().hex, None
+    name, output, kv = uuid4().hex, None, None
     server_id, server = await manager._acquire_server(request_id)
     for moves in itertools.count():
         hop = f"{MOVABLE}{name}/{moves}" if movable else name
         done = output.token_ids if output else []
-        target = None
+        loads, target, kv = {"kv": kv} if kv else {}, None, None
         try:
             part = await server.generate.remote(
                 request_id=hop,
                 prompt_ids=[*prompt_ids, *done],
                 sampling_params=remaining(sampling_params, len(done)) if movable else sampling_params,
                 **media,
+                **loads,
             )
             output = joined(output, part)
             if movable and part.stop_reason == "aborted":
@@ -292,6 +366,8 @@ async def generate(
             if target is None:
                 manager._release_server(server_id)
                 return output
+            if manager._moves.send_kv_tokens:
+                kv = await server.sent_kv.remote(hop)
             manager._release_server(server_id)
         except BaseException as error:
             gone = has_died(error, actor_died)
@@ -405,6 +481,11 @@ class RequestMover:
     async def __aexit__(self, *_) -> None:
         self.task.cancel()
         await asyncio.wait([self.task])
+        if self.config.send_kv_tokens:
+            ended = await self._ask({id: (server.end_moves,) for id, server in self.servers.items()})
+            for counts in ended.values():
+                self.counts.update(counts)
+                self.counts["replayed_tokens"] -= counts["kv_tokens"]
 
     async def _run(self) -> None:
         try:

@@ -1,0 +1,347 @@
+"""The KV of running requests that move, from one rollout server to another, in files.
+
+The target of a move can compute a request's KV anew, which stalls all that step with it, or copy it from the
+source. A move with KV is a directory. The source's front end makes it before it aborts the request; each
+worker of the source writes its part into it at the start of the engine's next step, before a freed block can
+have a new owner. The target's front end takes it over by renaming it, checks it and names it to its engine;
+the workers copy it into the request's blocks in the step that admits it. Only the newest token is computed.
+
+- A target loads only whole, undamaged files of the same model, weights, block size and parallelism. What is
+  missing, damaged, different or late is computed anew, as is a request that moves on before it was admitted.
+- A directory belongs to one server at a time and is used once. It is gone when it was used, when its request
+  ended, and at the end of the rollout; that of a process that died, when another starts or ends a rollout.
+- A worker writes only what takes no more than half of the free memory.
+
+Cost: two copies of the KV and two passes for its sum, O(bytes); without a move a look for a directory when a
+request ends. `MovedKV`, for scheduler and workers, is a vLLM connector without vLLM's base class; `Depot` is
+the front ends' side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.moved_kv.MovedKVConnector"
+MEMORY = "/dev/shm"
+PREFIX = "ascend-rl-kv-"
+ABOUT = "about.json"  # in each directory: which engines can use it
+HEADER_BYTES = 512
+PARAMETER = "moved_kv"  # in a request's kv_transfer_params
+
+
+def place(request_id: str) -> str:
+    """The directory's name for one stay of a request.
+
+    >>> place("movable/ab12/0")
+    'movable-ab12-0'
+    """
+    return request_id.replace("/", "-")
+
+
+# Files: a header, then the blocks of each part of the cache (keys or values of one layer), one after another.
+
+
+def block_views(kv_caches: Mapping[str, Any], blocks: int | None) -> list[torch.Tensor]:
+    """The parts of a worker's KV cache as views [blocks, ...].
+
+    Args:
+        kv_caches: by layer a tuple of tensors [blocks, ...], or one tensor with ``blocks`` in any dimension.
+    """
+    views = {}
+    for cache in kv_caches.values():
+        for part in cache if isinstance(cache, list | tuple) else [cache]:
+            first = 0 if isinstance(cache, list | tuple) else part.shape.index(blocks)
+            views.setdefault(part.data_ptr(), part.movedim(first, 0))  # layers can share a cache
+    return list(views.values())
+
+
+def write(path: Path, parts: Sequence[torch.Tensor], blocks: Sequence[int], tokens: int) -> None:
+    """Write blocks of a cache; the file appears when it is complete.
+
+    Raises:
+        OSError: without room, or if the directory is gone.
+    """
+    data = -(-len(blocks) * sum(_block_bytes(part) for part in parts) // 8) * 8
+    room = os.statvfs(path.parent)
+    if 2 * (HEADER_BYTES + data) > room.f_bavail * room.f_frsize:
+        raise OSError(f"{data} bytes of KV would take more than half of what is free in {path.parent}")
+    unfinished = path.with_suffix(".part")
+    with unfinished.open("wb+") as file:
+        # A full tmpfs kills whoever touches a page that it does not have.
+        os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + data)
+    words = np.memmap(unfinished, np.uint8, "r+")
+    for part, rows in _rows(parts, words[HEADER_BYTES:], len(blocks)):
+        rows.copy_(part[torch.tensor(blocks, device=part.device)])
+    header = {"tokens": tokens, "blocks": len(blocks), "layout": _layout(parts), "sum": _sum(words)}
+    words[:HEADER_BYTES] = np.frombuffer(json.dumps(header).encode().ljust(HEADER_BYTES), np.uint8)
+    unfinished.rename(path)
+
+
+def read(path: Path, parts: Sequence[torch.Tensor], blocks: Sequence[int], skip: int) -> None:
+    """Copy a file's blocks from number ``skip`` on into ``blocks`` of a cache.
+
+    Raises:
+        ValueError: if the cache has another layout than the source's.
+    """
+    words, header = _open(path)
+    if header["layout"] != _layout(parts):
+        raise ValueError(f"{path} holds KV of another layout than this engine's")
+    for part, rows in _rows(parts, words[HEADER_BYTES:], header["blocks"]):
+        part[torch.tensor(blocks, device=part.device)] = rows[skip : skip + len(blocks)].to(part.device)
+
+
+def checked(path: Path) -> dict[str, Any]:
+    """The header of a file.
+
+    Raises:
+        ValueError: if the file is damaged.
+        OSError: if it cannot be read.
+    """
+    words, header = _open(path)
+    if header["sum"] != _sum(words):
+        raise ValueError(f"{path} is damaged")
+    return header
+
+
+def _open(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    words = np.memmap(path, np.uint8, "c")
+    return words, json.loads(words[:HEADER_BYTES].tobytes())
+
+
+def _sum(words: np.ndarray) -> int:
+    """A sum of words costs less than a copy, and zeros, a cut or a changed bit change it."""
+    data = words[HEADER_BYTES:]
+    return int(data.view(np.uint64).sum()) ^ len(data)
+
+
+def _block_bytes(part: torch.Tensor) -> int:
+    return part[0].numel() * part.element_size()
+
+
+def _layout(parts: Sequence[torch.Tensor]) -> str:
+    shapes = [(str(part.dtype), *part.shape[1:]) for part in parts]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()
+
+
+def _rows(
+    parts: Sequence[torch.Tensor], data: np.ndarray, blocks: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each part with its blocks in the file, as a tensor of its type."""
+    start = 0
+    for part in parts:
+        end = start + blocks * _block_bytes(part)
+        yield part, torch.from_numpy(data[start:end]).view(part.dtype).view(blocks, *part.shape[1:])
+        start = end
+
+
+# In the engine.
+
+
+@dataclass
+class Orders:
+    """What the scheduler asks of the workers in one step."""
+
+    saves: list[tuple[str, list[int], int]] = field(default_factory=list)  # directory, blocks, tokens
+    loads: list[tuple[str, list[int], int]] = field(default_factory=list)  # directory, blocks, blocks skipped
+
+
+class MovedKV:
+    """A vLLM KV connector; the patch joins it with `KVConnectorBase_V1`, whose attributes it reads."""
+
+    def __init__(self, vllm_config, role, kv_cache_config=None):
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self.directory = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["directory"])
+        self.block_size = vllm_config.cache_config.block_size
+        self.orders = Orders()
+        self.admitted: set[str] = set()  # requests whose KV was loaded or not needed
+
+    # The scheduler's side.
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int, bool]:
+        return max(0, self._tokens(request) - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
+        tokens = self._tokens(request)
+        if not tokens:
+            return
+        self.admitted.add(request.request_id)
+        directory = request.kv_transfer_params[PARAMETER]["directory"]
+        if not num_external_tokens:
+            return _remove(directory)
+        first = (tokens - num_external_tokens) // self.block_size
+        needed = blocks.get_block_ids()[0][first : self._blocks(tokens)]
+        self.orders.loads.append((directory, needed, first))
+
+    def request_finished(self, request, block_ids: list[int]) -> tuple[bool, None]:
+        if self._tokens(request):
+            _remove(request.kv_transfer_params[PARAMETER]["directory"])
+        self.admitted.discard(request.request_id)
+        directory, tokens = self.directory / place(request.request_id), request.num_computed_tokens
+        if directory.is_dir():
+            if tokens:
+                self.orders.saves.append((str(directory), block_ids[: self._blocks(tokens)], tokens))
+            else:
+                _remove(directory)
+        return False, None
+
+    def build_connector_meta(self, scheduler_output) -> Orders:
+        orders, self.orders = self.orders, Orders()
+        return orders
+
+    def _tokens(self, request) -> int:
+        """Tokens whose KV waits to be loaded; the newest is computed, for the next one."""
+        given = (request.kv_transfer_params or {}).get(PARAMETER)
+        if not given or request.request_id in self.admitted:
+            return 0
+        return min(given["tokens"], request.num_tokens - 1)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    # The workers' side.
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        cache = self._kv_cache_config
+        self.parts = block_views(kv_caches, cache.num_blocks if cache else None)
+        self.file = f"{self._vllm_config.parallel_config.rank}.kv"
+
+    def start_load_kv(self, forward_context, **_) -> None:
+        """Saves come first: a block that is saved may be one that is loaded into."""
+        orders = self._get_connector_metadata()
+        for directory, blocks, tokens in orders.saves:
+            try:
+                write(Path(directory, self.file), self.parts, blocks, tokens)
+            except OSError as error:
+                logger.warning("rollout_rebalance: KV not sent: %s", error)
+                _remove(directory)
+        for directory, blocks, skip in orders.loads:
+            read(Path(directory, self.file), self.parts, blocks, skip)
+            _discard(Path(directory), self.file)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer, attn_metadata, **_) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+
+def _remove(directory: str | Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _discard(directory: Path, file: str) -> None:
+    """Remove a file, and its directory with the last one."""
+    (directory / file).unlink(missing_ok=True)
+    if not list(directory.glob("*.kv")):
+        _remove(directory)
+
+
+# In the front ends.
+
+
+class Depot:
+    """One server's directory, and what is in it.
+
+    Args:
+        base: in which all servers have their directories.
+        name: of this server, unique among those alive.
+        about: what engines must share to load each other's KV; plain values.
+        workers: files that make up one move.
+    """
+
+    def __init__(self, base: str | Path, name: str, about: Mapping[str, Any], workers: int):
+        self.directory, self.about, self.workers = Path(base, PREFIX + name), dict(about), workers
+        self.lock: int | None = None
+        self.clear()
+
+    def expect(self, request_id: str, weights: Any) -> None:
+        """Have the engine save the KV of a request that is about to be aborted."""
+        try:
+            self._own()
+            directory = self.directory / place(request_id)
+            directory.mkdir()
+            (directory / ABOUT).write_text(self._about(weights))
+        except OSError as error:
+            logger.warning("rollout_rebalance: KV not sent: %s", error)
+
+    async def saved(self, request_id: str, seconds: float) -> str | None:
+        """The directory with the KV of an aborted request, once it is complete; None if it will not be."""
+        directory = self.directory / place(request_id)
+        for _ in range(max(1, int(seconds / 0.005))):
+            if not directory.is_dir():
+                return None
+            if len(list(directory.glob("*.kv"))) == self.workers:
+                return str(directory)
+            await asyncio.sleep(0.005)
+        _remove(directory)
+        return None
+
+    async def take(self, given: str, weights: Any) -> dict[str, Any] | None:
+        """Take over what another server, or this one, has saved: the request's ``kv_transfer_params``.
+
+        None if it cannot be used here; the KV is computed anew then.
+        """
+        directory = self.directory / ("taken-" + Path(given).name)
+        try:
+            self._own()
+            os.rename(given, directory)
+            if (directory / ABOUT).read_text() != self._about(weights):
+                raise ValueError("it comes from an engine unlike this one, or of other weights")
+            files = [directory / f"{rank}.kv" for rank in range(self.workers)]
+            headers = await asyncio.to_thread(lambda: [checked(file) for file in files])
+            (tokens,) = {header["tokens"] for header in headers}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("rollout_rebalance: KV in %s computed anew: %s", given, error)
+            _remove(directory)
+            _remove(given)
+            return None
+        return {PARAMETER: {"directory": str(directory), "tokens": tokens}}
+
+    def clear(self) -> None:
+        """Remove this server's directory and those of servers that died."""
+        _remove(self.directory)
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+        for directory in self.directory.parent.glob(PREFIX + "*"):
+            with contextlib.suppress(OSError):
+                lock = os.open(directory, os.O_RDONLY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove(directory)
+                finally:
+                    os.close(lock)
+
+    def _own(self) -> None:
+        """Make the directory and lock it: a lock ends with its process."""
+        while self.lock is None:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self.directory, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):
+                if os.stat(self.directory).st_ino == os.fstat(lock).st_ino:  # else it was just swept
+                    self.lock = lock
+            if self.lock is None:
+                os.close(lock)
+
+    def _about(self, weights: Any) -> str:
+        return json.dumps(self.about | {"weights": weights}, sort_keys=True, default=str)

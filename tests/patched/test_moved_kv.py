@@ -1,0 +1,105 @@
+"""Running requests move with their KV: the same answers, of which the target computes one token anew."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+from moving_engines import LENGTHS, hugging_face, move, prompts_of, stay, worst
+from npu_ground import save_random_model
+
+
+def run(function, *args, **options):
+    """In a process of its own: a process has one KV connector."""
+    import vllm.entrypoints.llm  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(False)
+
+    def job():
+        theirs.send(function(*args, **options))
+
+    process = context.Process(target=job)
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    finally:
+        process.join()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def stayed(model):
+    return run(stay, str(model), prompts_of(LENGTHS), 40)
+
+
+def check(found, stayed, model) -> None:
+    assert found.tokens == [one["tokens"] for one in stayed]
+    difference = worst(found.log_probs, [one["log_probs"] for one in stayed])
+    error = worst(found.log_probs, hugging_face(model, found.prompts, found.tokens))
+    print(
+        f"\ncomputed {found.computed} of {found.lengths}; preempted {found.preempted}; log-probs differ by "
+        f"{difference:.1e}, from Hugging Face by {error:.1e}"
+    )
+    assert max(difference, error) < 1e-5
+    assert not found.left
+
+
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "options"), [(1, {}), pytest.param(2, TWO_RANKS, marks=pytest.mark.long)]
+)
+def test_the_target_computes_one_token(model, stayed, tmp_path, workers, options):
+    found = move(run, model, tmp_path, workers, **options)
+    check(found, stayed, model)
+    assert found.sent == len(found.computed) and found.computed == [1] * found.sent
+
+
+def test_requests_wait_with_their_kv_and_are_preempted_later(model, stayed, tmp_path):
+    """7 blocks of 128 for prompts that need 11: what is preempted has no KV to load any more."""
+    found = move(run, model, tmp_path, target={"num_gpu_blocks_override": 7}, cut=19)
+    check(found, stayed, model)
+    assert found.computed == [1] * found.sent and found.preempted
+
+
+def test_without_usable_kv_the_target_computes_all(model, stayed, tmp_path):
+    def spoil(directory: Path) -> None:
+        kv = directory / "0.kv"
+        number = int(directory.name.split("-")[1])
+        if number == 0:
+            kv.unlink()
+        elif number == 1:
+            os.truncate(kv, kv.stat().st_size // 16 * 8)
+        elif number == 2:
+            kv.write_bytes(kv.read_bytes()[:-4096] + bytes(4096))
+        else:
+            (directory / "about.json").write_text("{}")
+
+    found = move(run, model, tmp_path, spoil=spoil)
+    check(found, stayed, model)
+    assert found.sent == 0
+    assert found.computed[:4] == found.lengths[:4] and found.computed[4] == found.lengths[4] - 256  # known
+
+
+def test_the_connector_is_there_only_if_kv_is_to_be_sent(launch):
+    rebalance = "actor_rollout_ref.rollout.rollout_rebalance"
+    assert launch(f"{rebalance}.enable=True", device="cpu").kv_transfer_config is None
+    assert launch(f"{rebalance}.send_kv_tokens=8", device="cpu").kv_transfer_config is None
+    sent = launch(
+        f"{rebalance}.enable=True", f"{rebalance}.send_kv_tokens=8", device="cpu"
+    ).kv_transfer_config
+    assert sent.kv_connector == "MovedKVConnector" and sent.kv_role == "kv_both"
+    given = (
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_transfer_config={kv_connector:x,kv_role:kv_both}"
+    )
+    with pytest.raises(Exception, match="cannot work with kv_transfer_config"):
+        launch(f"{rebalance}.enable=True", f"{rebalance}.send_kv_tokens=8", given, device="cpu")

@@ -1,0 +1,203 @@
+"""Files of KV: what one cache gives is what another gets; all else is refused, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ascend_rl.rollout import moved_kv
+from ascend_rl.rollout.moved_kv import HEADER_BYTES, PARAMETER, Depot, block_views, read, write
+
+MODEL = {"model": "m", "block_size": 4}
+
+
+def cache(kind: str, blocks: int, dtype, seed: int) -> dict:
+    """By layer, as vLLM's backends lay it out: for CPUs one tensor, for NPUs keys and values."""
+    torch.manual_seed(seed)
+
+    def part(*shape):
+        return torch.randint(-100, 100, shape).to(dtype)
+
+    layers = [f"layers.{i}" for i in range(3)]
+    if kind == "one":
+        return {name: part(2, blocks, 2, 4, 8) for name in layers}
+    if kind == "heads_first":  # the strides of another order than the shape's
+        return {name: part(2, blocks, 4, 2, 8).transpose(2, 3) for name in layers}
+    return {name: (part(blocks, 4, 2, 8), part(blocks, 4, 1, 3)) for name in layers}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("kind", ["one", "heads_first", "two"])
+def test_the_blocks_of_one_cache_arrive_in_another(tmp_path, kind, dtype):
+    """Against copies slot by slot; the target is of another size and needs only the last blocks."""
+    source, target, before = (cache(kind, *rest) for rest in ((17, dtype, 0), *[(29, dtype, 1)] * 2))
+    rng = random.Random(0)
+    for number in range(20):
+        count = rng.randint(1, 9)
+        given, blocks = rng.sample(range(17), count), rng.sample(range(29), count)
+        skip = rng.randrange(count)
+        write(tmp_path / f"{number}.kv", block_views(source, 17), given, count * 4)
+        read(tmp_path / f"{number}.kv", block_views(target, 29), blocks[skip:], skip)
+        for layer in source:
+            for a, b in zip(given[skip:], blocks[skip:], strict=True):
+                for from_, to in zip(source[layer], before[layer], strict=True):
+                    to[b] = from_[a]
+    for layer in source:
+        for found, expected in zip(target[layer], before[layer], strict=True):
+            assert torch.equal(found, expected)
+
+
+def saved(source: Depot, name="movable/x/0", weights=1, tokens=10) -> str:
+    source.expect(name, weights)
+    directory = source.directory / moved_kv.place(name)
+    for rank in range(source.workers):
+        write(
+            directory / f"{rank}.kv", block_views(cache("one", 8, torch.float32, rank), 8), [1, 3, 5], tokens
+        )
+    return asyncio.run(source.saved(name, 1))
+
+
+@pytest.fixture
+def depots(tmp_path):
+    """A source and a target of two workers each; at the end nothing is left of what the test did."""
+    depots = [Depot(tmp_path / "kv", name, MODEL, 2) for name in ("source", "target")]
+    yield depots
+    left = list((tmp_path / "kv").rglob("*.kv")) + list((tmp_path / "kv").rglob("*.part"))
+    for depot in depots:
+        depot.clear()
+    assert not list((tmp_path / "kv").iterdir())
+    assert not left, "clear() should not have been needed"
+
+
+def test_a_target_takes_what_was_saved_once(depots):
+    source, target = depots
+    given = saved(source)
+    found = asyncio.run(target.take(given, 1))[PARAMETER]
+    assert found["tokens"] == 10 and len(list(Path(found["directory"]).glob("*.kv"))) == 2
+    assert asyncio.run(target.take(given, 1)) is None
+    moved_kv._remove(found["directory"])
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+
+
+DAMAGE = {
+    "a bit of the data": lambda d: flip(d / "1.kv", -1),
+    "the header": lambda d: flip(d / "0.kv", 0),
+    "zeros": lambda d: (d / "0.kv").write_bytes((d / "0.kv").read_bytes()[:-64] + bytes(64)),
+    "cut": lambda d: os.truncate(d / "1.kv", (d / "1.kv").stat().st_size - 8),
+    "cut within a word": lambda d: os.truncate(d / "1.kv", (d / "1.kv").stat().st_size - 3),
+    "empty": lambda d: os.truncate(d / "0.kv", 0),
+    "no header but null": lambda d: (d / "0.kv").write_bytes(b"null".ljust(HEADER_BYTES)),
+    "missing": lambda d: (d / "1.kv").unlink(),
+    "not described": lambda d: (d / "about.json").unlink(),
+    "gone": moved_kv._remove,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_what_is_damaged_is_refused_and_removed(depots, damage):
+    source, target = depots
+    damage(Path(given := saved(source)))
+    assert asyncio.run(target.take(given, 1)) is None
+
+
+def test_ranks_that_saved_unequal_lengths_are_refused(depots):
+    source, target = depots
+    directory = Path(saved(source))
+    parts = block_views(cache("one", 8, torch.float32, 0), 8)
+    write(directory / "1.kv", parts, [1, 3, 5], 11)
+    assert asyncio.run(target.take(str(directory), 1)) is None
+
+
+@pytest.mark.parametrize("unlike", [{"weights": 2}, {"model": "other"}, {"block_size": 8}])
+def test_kv_of_other_weights_or_another_engine_is_refused(depots, unlike):
+    source, target = depots
+    weights = unlike.get("weights", 1)
+    target.about |= {key: value for key, value in unlike.items() if key in MODEL}
+    assert asyncio.run(target.take(saved(source), weights)) is None
+
+
+def test_a_cache_of_another_layout_is_not_written_to(tmp_path):
+    write(tmp_path / "0.kv", block_views(cache("one", 8, torch.float32, 0), 8), [1], 4)
+    target = block_views(cache("one", 8, torch.float16, 0), 8)
+    with pytest.raises(ValueError, match="another layout"):
+        read(tmp_path / "0.kv", target, [1], 0)
+
+
+def test_without_enough_room_nothing_is_written(tmp_path, monkeypatch):
+    """Half of what is free may be taken; if the system refuses, that is known before a page is touched."""
+    parts, file = block_views(cache("one", 8, torch.float32, 0), 8), tmp_path / "0.kv"
+    write(file, parts, [1, 2], 8)
+    size = file.stat().st_size
+    file.unlink()
+    free = [2 * size - 1]
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([1, 1, *free * 3, 0, 0, 0, 0, 255]))
+    with pytest.raises(OSError, match="more than half"):
+        write(file, parts, [1, 2], 8)
+    free[0] += 1
+    write(file, parts, [1, 2], 8)
+    file.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, limits[1]))
+    try:
+        with pytest.raises(OSError, match="large"):
+            write(file, parts, [1, 2], 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not file.exists()
+
+
+def test_nobody_waits_for_what_does_not_come(depots):
+    """Given up by a worker: at once. Not saved in time: removed, so that it is not saved later either."""
+    source, _ = depots
+    source.expect("movable/x/0", 1)
+    moved_kv._remove(source.directory / "movable-x-0")
+    assert asyncio.run(asyncio.wait_for(source.saved("movable/x/0", 1000), 10)) is None
+    source.expect("movable/y/0", 1)
+    assert asyncio.run(source.saved("movable/y/0", 0.05)) is None
+    assert not (source.directory / "movable-y-0").exists()
+
+
+OWNER = """
+import json, sys, time
+from ascend_rl.rollout.moved_kv import Depot
+depot = Depot(sys.argv[1], "owner", {}, 1)
+depot.expect("movable/x/0", None)
+(depot.directory / "movable-x-0/0.kv").write_bytes(bytes(1000))
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_what_a_killed_server_leaves_is_removed_by_the_next_or_by_another(tmp_path):
+    other = Depot(tmp_path, "other", {}, 1)
+    for clear in (other.clear, lambda: Depot(tmp_path, "next", {}, 1)):
+        command = [sys.executable, "-c", OWNER, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+            assert owner.stdout.readline() == "ready\n"
+            clear()
+            assert (tmp_path / "ascend-rl-kv-owner/movable-x-0/0.kv").exists(), "it is alive"
+            owner.send_signal(signal.SIGKILL)
+        clear()
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_is_described_by_what_its_engine_shares(depots):
+    source, _ = depots
+    source.expect("movable/x/0", 7)
+    about = json.loads((source.directory / "movable-x-0/about.json").read_text())
+    assert about == MODEL | {"weights": 7}
