@@ -17,6 +17,7 @@ import torch
 
 from ascend_rl.rollout import moved_kv
 from ascend_rl.rollout.moved_kv import HEADER_BYTES, PARAMETER, Depot, block_views, read, write
+from ascend_rl.rollout.request_mover import MovableRequests
 
 MODEL = {"model": "m", "block_size": 4}
 
@@ -201,3 +202,19 @@ def test_a_directory_is_described_by_what_its_engine_shares(depots):
     source.expect("movable/x/0", 7)
     about = json.loads((source.directory / "movable-x-0/about.json").read_text())
     assert about == MODEL | {"weights": 7}
+
+
+def test_a_request_keeps_what_it_brings_besides(depots):
+    source, target = depots
+    server = MovableRequests()
+    server.kv_depot, server.global_steps = target, 1
+    params = asyncio.run(
+        server.with_moved_kv({"extra_args": {"sam_history": [(1, b"")]}, "top_k": 1}, saved(source))
+    )
+    assert params["top_k"] == 1 and params["extra_args"]["sam_history"] == [(1, b"")]
+    given = params["extra_args"]["kv_transfer_params"][PARAMETER]
+    assert given["tokens"] == 10
+    moved_kv._remove(given["directory"])
+    assert (server.kv_moves, server.kv_tokens) == (1, 10)
+    unusable = {"extra_args": {"sam_history": []}}
+    assert asyncio.run(server.with_moved_kv(unusable, "/nowhere")) is unusable

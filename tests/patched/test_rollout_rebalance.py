@@ -321,8 +321,8 @@ def test_running_requests_take_their_kv_along(sending, unmoved, model):
     after_moves = [tokens for name, tokens in computed.items() if not name.endswith("/0")]
     one = after_moves.count(1)
     print(
-        f"\n{one} of {len(after_moves)} moved requests computed one token; log-probs differ by {difference:.1e}, "
-        f"from Hugging Face by {error:.1e}; {did}"
+        f"\n{one} of {len(after_moves)} moved requests computed one token; log-probs differ by "
+        f"{difference:.1e}, from Hugging Face by {error:.1e}; {did}"
     )
     assert max(difference, error) < 1e-5
     assert 20 <= one <= did["rollout_rebalance/kv_moves"] <= did["rollout_rebalance/moves_running"]
