@@ -27,7 +27,7 @@ from ascend_rl.preflight import lint as linter
 from ascend_rl.preflight import lint_options, pinned
 from ascend_rl.preflight.dry_run import dry_run
 from ascend_rl.preflight.findings import Finding
-from ascend_rl.preflight.lint_engines import piecewise_limit
+from ascend_rl.preflight.lint_engines import captured_sizes, piecewise_limit
 from ascend_rl.preflight.lint_script import PLACEHOLDER
 from ascend_rl.preflight.lint_setup import RULES, Setup, checkpoint
 from ascend_rl.preflight.lint_sizes import SIZES
@@ -378,6 +378,9 @@ def test_the_planner_is_asked(on_base):
     dense += [f"{MEGATRON}.expert_model_parallel_size=1", f"{MEGATRON}.tensor_model_parallel_size=2"]
     dense += [f"{MEGATRON}.expert_tensor_parallel_size=null", f"{ROLLOUT}.expert_parallel_size=1"]
     assert "train.memory" in checks(linter.lint(on_base("megatron"), None, dense))  # by default ETP is TP
+    whole = [f"{ROLLOUT}.gpu_memory_utilization=1.0"]
+    (found,) = (f for f in linter.lint(on_base("megatron"), None, whole) if f.check == "rollout.memory")
+    assert "graphs of up to" in str(found) and "fewer cudagraph_capture_sizes" in str(found)
     many = [f"{ROLLOUT}.max_num_seqs=4096", f"{ROLLOUT}.cudagraph_capture_sizes=[4096]"]
     assert "rollout.kv_capacity" in checks(linter.lint(on_base("megatron"), None, many), "info")
 
@@ -459,6 +462,23 @@ def test_heads_and_tp(rule, model, tp, refused, on_base):
     words = [f"{key or f'{ROLLOUT}.tensor_model_parallel_size'}={tp}"]
     found = linter.lint(on_base("megatron"), None, [f"actor_rollout_ref.model.path=/x/{model}", *words])
     assert (rule in checks(found)) is refused
+
+
+SAM = f"{SPECULATE} +{VLLM}.speculative_config.method=sam"
+
+
+@pytest.mark.parametrize(("words", "sizes"), [
+    ("", (8, 16, 32, 64)),
+    (f"{ROLLOUT}.enforce_eager=True", ()),
+    (SPECULATE, (8, 16, 32, 64)),  # of 4 tokens a row
+    (SAM, (8, 16, 32, 64, 8, 16)),  # and those that 16 rows of one token fill
+])  # fmt: skip
+def test_the_planner_gets_the_graphs_that_are_captured(words, sizes, on_base):
+    requests = 16 if SPECULATE in words else 64
+    given = [f"{ROLLOUT}.cudagraph_capture_sizes=[8,16,32,64]", f"{ROLLOUT}.max_num_seqs={requests}"]
+    run = dry_run(on_base("megatron"), None, [*given, *words.split()])
+    setup = Setup(run, resolve(run.module, run.args), {})
+    assert captured_sizes(setup) == sizes
 
 
 def test_every_rule_is_tried():

@@ -395,6 +395,55 @@ def test_the_prefill_of_a_dense_model_tensor_by_tensor():
     assert rollout_memory.prefill_bytes(DENSE, layout) == wanted
 
 
+@pytest.mark.parametrize("sizes", [(32, 64, 128, 256), (4, 8, 16, 32, 64, 128, 256)])
+def test_the_graphs_of_an_moe_model_tensor_by_tensor(sizes):
+    """TP4 EP128 of Qwen3-235B, one expert a die, without and with the small sizes for moves. A step of 256
+    tokens: each of 128 ranks may send this die's expert all the 64 tokens of its share.
+    """
+    plan = rollout_memory.plan_rollout(BIG, replace(ROLLOUT, graph_sizes=sizes))
+    hidden = residual = (256, 4096)
+    query = output = (256, 16 * 128)
+    key = value = (256, 128)  # 4 heads over TP4
+    received = sent_back = (128 * 64, 4096)
+    gate = up = product = (128 * 64, 1536)
+    bf16 = [hidden, residual, query, key, value, output, received, sent_back, gate, up, product]
+    assert plan.graph_bytes == 2 * sum(map(math.prod, bf16)) + len(sizes) * 95 * 2**19
+    without = rollout_memory.plan_rollout(BIG, ROLLOUT)
+    assert without.graph_bytes == 0 and plan.kv_bytes == without.kv_bytes  # captured when the cache is there
+
+
+def test_the_graphs_of_a_dense_model_and_of_one_server_a_replica():
+    """TP4 of Qwen3-32B; Qwen3-235B without EP splits all experts by TP and copies each token 8 times."""
+    dense = Rollout(dies=4, tp=4, graph_sizes=(8, 16))
+    bf16 = [(16, 5120)] * 2 + [(16, 16 * 128)] * 2 + [(16, 2 * 128)] * 2 + [(16, 6400)] * 3
+    assert rollout_memory.graph_bytes(DENSE, dense) == 2 * sum(map(math.prod, bf16)) + 2 * 65 * 2**19
+    replica = Rollout(dies=16, tp=4, graph_sizes=(16,))
+    bf16 = [(16, 4096)] * 2 + [(16, 16 * 128)] * 2 + [(16, 128)] * 2
+    bf16 += [(16 * 8, 4096)] * 2 + [(16 * 8, 1536 // 4)] * 3
+    assert rollout_memory.graph_bytes(BIG, replica) == 2 * sum(map(math.prod, bf16)) + 95 * 2**19
+
+
+def test_graphs_must_fit_beside_the_share():
+    """Published captures are no dearer than planned; of 64 GiB, 0.995 leave 0.32 GiB."""
+    layout = replace(ROLLOUT, graph_sizes=(4, 8, 16, 32, 64, 128, 256))
+    needed = rollout_memory.graph_bytes(BIG, layout)
+    for share, fits in ((0.87, True), (0.99, True), (0.995, False)):
+        plan = rollout_memory.plan_rollout(BIG, replace(layout, gpu_memory_utilization=share))
+        assert plan.graph_room_bytes == pytest.approx((1 - share) * 64 * GIB, abs=2)
+        assert plan.fits is fits is (needed <= plan.graph_room_bytes)
+    published = {("Qwen3-30B-A3B", 2, 2, 11): 0.26, ("Qwen3-30B-A3B", 1, 4, 39): 0.45}
+    for (name, tp, ep, count), gib in published.items():
+        captured = Rollout(dies=ep, tp=tp, ep=ep, graph_sizes=(1,) * (count - 1) + (512,))
+        assert rollout_memory.graph_bytes(Model.named(name), captured) >= gib * GIB
+
+
+def test_the_command_plans_the_graphs_it_is_given(capsys):
+    words = "--model qwen3-235b-a22b --dies 128 --tp 4 --pp 4 --cp 4 --ep 32 --rollout-tp 4 --rollout-ep 128"
+    assert memory_plan.main([*words.split(), "--graph-sizes", "32,64,128,256"]) == 0
+    needed = rollout_memory.graph_bytes(BIG, replace(ROLLOUT, graph_sizes=(32, 64, 128, 256)))
+    assert f"4 decode graphs at most {needed / GIB:.2f} of the 8.32 GiB" in capsys.readouterr().out
+
+
 def test_optimizer_and_offload_choices():
     kinds = {
         kind: memory_plan.plan(BIG, replace(TRAINING, optimizer=kind), ROLLOUT)

@@ -75,7 +75,8 @@ class Fsdp:
 @dataclass(frozen=True)
 class Rollout:
     """A layout of vLLM. ``ep``: TP * data_parallel_size dies share the experts (enable_expert_parallel), or
-    1, and each TP group is a replica of its own that splits every expert.
+    1, and each TP group is a replica of its own that splits every expert. ``graph_sizes``: tokens of the
+    decode graphs that are captured; none, if vLLM runs without.
     """
 
     dies: int
@@ -86,6 +87,7 @@ class Rollout:
     max_num_batched_tokens: int = 34816
     gpu_memory_utilization: float = 0.87
     moe_chunk_tokens: int | None = None  # VLLM_FUSED_MOE_CHUNK_SIZE; None: all at once
+    graph_sizes: tuple[int, ...] = ()
 
     @property
     def dp(self) -> int:

@@ -142,6 +142,7 @@ Writes nothing but the plan.""",
     parser.add_argument("--max-num-seqs", type=int, default=Rollout.max_num_seqs)
     parser.add_argument("--max-num-batched-tokens", type=int, help="default prompt + response")
     parser.add_argument("--moe-chunk-tokens", type=int, help="VLLM_FUSED_MOE_CHUNK_SIZE; default all at once")
+    parser.add_argument("--graph-sizes", help="tokens of the decode graphs, as 32,64,128,256; default none")
     parser.add_argument("--gpu-memory-utilization", type=float, default=Rollout.gpu_memory_utilization)
     parser.add_argument("--hbm-gib", type=float, default=HBM_GIB, help="HBM of a die")
     parser.add_argument("--reserve-gib", type=float, default=RESERVE_GIB, help="HCCL buffers and the like")
@@ -166,6 +167,10 @@ def _fsdp_layout(arguments: argparse.Namespace, tokens: int) -> Fsdp:
     )
 
 
+def _numbers(text: str | None) -> tuple[int, ...]:
+    return tuple(int(number) for number in (text or "").split(",") if number)
+
+
 def _layouts(arguments: argparse.Namespace) -> tuple[Training | Fsdp, Rollout]:
     sequence, split = arguments.prompt + arguments.response, arguments.cp or 1
     if arguments.fsdp:
@@ -186,7 +191,7 @@ def _layouts(arguments: argparse.Namespace) -> tuple[Training | Fsdp, Rollout]:
             etp=arguments.etp or 1,
             max_token_len_per_gpu=tokens,
             imbalance=arguments.imbalance,
-            layer_split=tuple(int(n) for n in (arguments.layer_split or "").split(",") if n),
+            layer_split=_numbers(arguments.layer_split),
             param_offload=not arguments.no_param_offload,
             **{name: getattr(arguments, name) or getattr(Training, name) for name in CHOICES},
         )
@@ -199,6 +204,7 @@ def _layouts(arguments: argparse.Namespace) -> tuple[Training | Fsdp, Rollout]:
         max_num_batched_tokens=arguments.max_num_batched_tokens or sequence,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         moe_chunk_tokens=arguments.moe_chunk_tokens,
+        graph_sizes=_numbers(arguments.graph_sizes),
     )
     return training, rollout
 

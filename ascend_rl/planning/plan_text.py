@@ -89,6 +89,10 @@ def fsdp_text(one: FsdpPlan) -> list[str]:
 
 def rollout_text(one: RolloutPlan) -> list[str]:
     split = ", ".join(f"{name} {gib(size)}" for name, size in one.weights.items())
+    graphs = (
+        f"  {len(one.layout.graph_sizes)} decode graphs at most {gib(one.graph_bytes)} of the "
+        f"{gib(one.graph_room_bytes)} GiB beside vLLM's share"
+    )
     return [
         f"rollout {rollout_name(one.layout)}, max_model_len {one.layout.max_model_len}",
         *folded(
@@ -98,6 +102,7 @@ def rollout_text(one: RolloutPlan) -> list[str]:
         ),
         f"  KV cache {gib(one.kv_bytes)} GiB a die, {one.kv_tokens} tokens; "
         f"{gib(one.kv_bytes_per_sequence)} GiB a full sequence",
+        *([graphs] if one.layout.graph_sizes else []),
         f"  {verdict(one.fits)}: {one.max_num_seqs} full sequences at once on each DP rank",
     ]
 

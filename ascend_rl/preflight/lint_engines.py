@@ -17,7 +17,7 @@ from ascend_rl.experts import support_eplb
 from ascend_rl.loss import dapo, old_log_prob
 from ascend_rl.planning import layouts, memory_plan
 from ascend_rl.preflight.lint_setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup, checkpoint, rule
-from ascend_rl.rollout import npu_options
+from ascend_rl.rollout import npu_graph, npu_options
 from ascend_rl.settings.model import QWEN
 from ascend_rl.settings.switch import CannotWork
 from ascend_rl.speculation import sam_options
@@ -363,6 +363,19 @@ def _megatron(s: Setup, experts: bool) -> layouts.Training:
     )
 
 
+def captured_sizes(s: Setup) -> tuple[int, ...]:
+    """Tokens of the decode graphs that vLLM captures; those of steps without drafts come on top (SAM)."""
+    if not s.graphs:
+        return ()
+    batches = s.graph_sizes, s.number(f"{ROLLOUT}.max_num_seqs"), s.decode_tokens - 1
+    plain = (
+        npu_graph.plain_sizes(*batches, s.rollout_dp > 1)
+        if s.get(f"{VLLM}.speculative_config.method") == "sam"
+        else []
+    )
+    return *npu_graph.static_sizes(*batches), *plain
+
+
 def plan_of(s: Setup) -> memory_plan.Plan | None:
     """The memory plan of both phases; None where it cannot know: other models, illegal layouts."""
     model = checkpoint(str(s.get("actor_rollout_ref.model.path", "")), QWEN)
@@ -378,6 +391,7 @@ def plan_of(s: Setup) -> memory_plan.Plan | None:
         max_num_batched_tokens=s.number(f"{ROLLOUT}.max_num_batched_tokens"),
         gpu_memory_utilization=s.utilization,
         moe_chunk_tokens=s.variable("VLLM_FUSED_MOE_CHUNK_SIZE") or None,
+        graph_sizes=captured_sizes(s),
     )
     try:
         return memory_plan.plan(model, training, rollout)
@@ -428,18 +442,25 @@ def _(s):
 @rule(
     "rollout.memory",
     "warning",
-    "by the planner, weights and the KV cache of one sequence fit",
-    why="vLLM refuses to start without room for one sequence of max_model_len",
+    "by the planner, weights and the KV cache of one sequence fit, and decode graphs beside them",
+    why="vLLM refuses to start without room for one sequence of max_model_len; it captures graphs in what "
+    "gpu_memory_utilization leaves",
     fix="see: python -m ascend_rl.memory_plan -h; more TP or EP, a higher gpu_memory_utilization",
 )
 def _(s):
     plan = plan_of(s)
-    if plan and plan.rollout and not plan.rollout.fits:
-        weights, left = plan.rollout.weights_bytes / 2**30, plan.rollout.kv_bytes / 2**30
-        yield (
-            f"{ROLLOUT}.gpu_memory_utilization",
-            f"{weights:.1f} GiB of weights leave {left:.1f} GiB of KV cache",
+    if not (plan and plan.rollout) or plan.rollout.fits:
+        return
+    where, one = f"{ROLLOUT}.gpu_memory_utilization", plan.rollout
+    if one.graph_bytes > one.graph_room_bytes:
+        graphs, room = one.graph_bytes / 2**30, one.graph_room_bytes / 2**30
+        detail = (
+            f"{len(one.layout.graph_sizes)} graphs of up to {graphs:.1f} GiB beside it, in {room:.1f} GiB"
         )
+        yield where, detail, "lower it, or give fewer cudagraph_capture_sizes"
+    else:
+        weights, left = one.weights_bytes / 2**30, one.kv_bytes / 2**30
+        yield where, f"{weights:.1f} GiB of weights leave {left:.1f} GiB of KV cache"
 
 
 @rule(
