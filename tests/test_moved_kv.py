@@ -215,6 +215,6 @@ def test_a_request_keeps_what_it_brings_besides(depots):
     given = params["extra_args"]["kv_transfer_params"][PARAMETER]
     assert given["tokens"] == 10
     moved_kv._remove(given["directory"])
-    assert (server.kv_moves, server.kv_tokens) == (1, 10)
+    assert asyncio.run(server.end_moves()) == {"movable-x-0": 10}
     unusable = {"extra_args": {"sam_history": []}}
     assert asyncio.run(server.with_moved_kv(unusable, "/nowhere")) is unusable

@@ -30,7 +30,7 @@ from ascend_rl.rollout.request_mover import (
     settings,
     split_servers,
 )
-from ascend_rl.rollout.rollout_rebalance import Move
+from ascend_rl.rollout.rollout_rebalance import Move, Request
 from ascend_rl.settings.switch import CannotWork
 from ascend_rl.speculation.response_history import KEY
 
@@ -605,3 +605,98 @@ def test_the_manager_reports_what_the_mover_did():
     timing = metrics(manager)
     assert timing["rollout_rebalance/idle_share"] == 1
     assert timing["rollout_rebalance/checks"] > 0 == timing["rollout_rebalance/moves"]
+
+
+# With their KV (more in tests/patched/test_rollout_rebalance.py).
+
+
+class Sender(MovableRequests):
+    """A server with requests of 9 and 10 tokens and one in its prefill; its depot notes what is expected."""
+
+    def __init__(self, nnodes=1, **config):
+        states = {f"movable/{n}/0": (n, False) for n in (9, 10)} | {"movable/prefill/0": (99, True)}
+        self.engine = SimpleNamespace(
+            output_processor=SimpleNamespace(
+                request_states={
+                    name: SimpleNamespace(
+                        prompt_len=tokens - 2,
+                        is_prefilling=prefilling,
+                        detokenizer=SimpleNamespace(output_token_ids=[1, 2]),
+                    )
+                    for name, (tokens, prefilling) in states.items()
+                }
+            ),
+            abort=self.abort,
+        )
+        self.config = SimpleNamespace(rollout_rebalance=RolloutRebalanceConfig(True, **config))
+        self.nnodes, self._server_address, self.global_steps = nnodes, "10.0.0.1", 3
+        self.expected = []
+        self.kv_depot = SimpleNamespace(expect=lambda name, weights: self.expected.append((name, weights)))
+
+    async def abort(self, names):
+        self.aborted = list(names)
+
+
+@pytest.mark.parametrize(
+    ("target", "config", "sent"),
+    [
+        ("10.0.0.1:80", {}, True),
+        ("10.0.0.1:81#7", {}, True),
+        ("10.0.0.2:80", {}, False),
+        ("10.0.0.2:80", {"kv_directory": "/shared"}, True),
+        ("10.0.0.1:80", {"nnodes": 2}, False),
+        ("10.0.0.1:80", {"nnodes": 2, "kv_directory": "/shared"}, True),
+        ("10.0.0.1:80", {"send_kv_tokens": 11}, False),
+    ],
+)
+def test_long_running_requests_take_their_kv_where_the_target_can_read_it(target, config, sent):
+    server = Sender(**{"send_kv_tokens": 10} | config)
+    targets = dict.fromkeys(server.engine.output_processor.request_states, target)
+    assert asyncio.run(server.give_up_requests(targets)) == list(targets) == server.aborted
+    assert server.expected == ([("movable/10/0", 3)] if sent else [])
+
+
+def test_without_the_switch_nothing_of_it_is_there():
+    server = Sender()
+    server.kv_depot = None
+    targets = dict.fromkeys(server.engine.output_processor.request_states, "10.0.0.1:80")
+    assert asyncio.run(server.give_up_requests(targets)) == list(targets) and not server.expected
+    given = {"temperature": 1.0}
+    assert asyncio.run(server.with_moved_kv(given, None)) is given
+    for off in (RolloutRebalanceConfig(True), RolloutRebalanceConfig(False, send_kv_tokens=8), None):
+        server.config.rollout_rebalance = off
+        assert server.with_kv_transfer(given) is given and server.kv_depot is None
+
+
+def test_moves_with_kv_replay_one_token():
+    """Of three running requests two came with their KV; one more arrived that this mover did not plan."""
+    names = [f"movable/{n}/1" for n in "abc"]
+    requests = tuple(Request(name, 100, False) for name in names)
+    state = {"requests": requests, "kv_capacity_tokens": 1000, "max_num_seqs": 4, "gears": (1, 2, 4)}
+    came = {"movable-a-1": 101, "movable-b-1": 102, "movable-x-0": 50}
+
+    class Played:
+        def __init__(self, state, came):
+            self.state, self.came = state, came
+
+        def rollout_state(self):
+            return [self.state]
+
+        def give_up_requests(self, targets):
+            return list(targets)
+
+        def end_moves(self):
+            return self.came
+
+    servers = {"s:1": Remote(Played(state, {})), "t:1": Remote(Played(state | {"requests": ()}, came))}
+    plan = [Move(name, "s:1", "t:1") for name in names]
+
+    async def run():
+        config = RolloutRebalanceConfig(True, check_interval_s=100, send_kv_tokens=10)
+        async with RequestMover(servers, config, lambda *_: plan) as mover:
+            await mover.check()
+        return mover.metrics()
+
+    found = asyncio.run(run())
+    assert found["rollout_rebalance/kv_moves"] == 3 and found["rollout_rebalance/kv_tokens"] == 253
+    assert found["rollout_rebalance/replayed_tokens"] == 100 + 1 + 1

@@ -30,13 +30,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 
-from ascend_rl.rollout.moved_kv import CONNECTOR, MEMORY, Depot
+from ascend_rl.rollout.moved_kv import CONNECTOR, MEMORY, PARAMETER, Depot, place
 from ascend_rl.rollout.rollout_rebalance import Request, Server, plan
 from ascend_rl.settings.counts import count
 from ascend_rl.settings.switch import refuse
@@ -117,7 +118,6 @@ class MovableRequests:
     """Added to verl's vLLM server; reads ``self.engine``, an AsyncLLM."""
 
     kv_depot: Depot | None = None  # where requests move with their KV
-    kv_moves = kv_tokens = 0  # that came here since the last `end_moves`
 
     def with_kv_transfer(self, args: dict[str, Any]) -> dict[str, Any]:
         """vLLM's arguments, with the connector that sends KV where that is switched on."""
@@ -221,18 +221,20 @@ class MovableRequests:
         given = await self.kv_depot.take(kv, self.global_steps) if kv and self.kv_depot else None
         if given is None:
             return sampling_params
-        self.kv_moves += 1
-        self.kv_tokens += given["moved_kv"]["tokens"]
+        self._came_with_kv()[Path(kv).name] = given[PARAMETER]["tokens"]
         extra = (sampling_params.get("extra_args") or {}) | {"kv_transfer_params": given}
         return sampling_params | {"extra_args": extra}
 
     async def end_moves(self) -> dict[str, int]:
-        """At the end of a rollout: leave no KV; how many requests, and tokens, came with theirs."""
-        found = {"kv_moves": self.kv_moves, "kv_tokens": self.kv_tokens}
-        self.kv_moves = self.kv_tokens = 0
+        """At the end of a rollout: leave no KV; tokens of what came with it, by `place` at the source."""
+        came = dict(self._came_with_kv())
+        self._came_with_kv().clear()
         if self.kv_depot:
             self.kv_depot.clear()
-        return found
+        return came
+
+    def _came_with_kv(self) -> dict[str, int]:
+        return self.__dict__.setdefault("_kv_of_moves", {})
 
     async def take_target(self, request_id: str) -> str | None:
         """Where an aborted request goes, or None if it was not aborted for a move."""
@@ -474,6 +476,7 @@ class RequestMover:
         self.idle_s = self.server_s = 0.0
         self.gear_s: Counter = Counter()
         self.expected: dict[str, int] = {}  # request -> checks left until it counts as ended
+        self.replays: dict[str, int] = {}  # tokens to compute anew by `place`, if no KV comes along
         self.checked_at = time.monotonic()
         self.task = asyncio.create_task(self._run())
         return self
@@ -483,9 +486,10 @@ class RequestMover:
         await asyncio.wait([self.task])
         if self.config.send_kv_tokens:
             ended = await self._ask({id: (server.end_moves,) for id, server in self.servers.items()})
-            for counts in ended.values():
-                self.counts.update(counts)
-                self.counts["replayed_tokens"] -= counts["kv_tokens"]
+            came = {name: tokens for counts in ended.values() for name, tokens in counts.items()}
+            self.counts.update(kv_moves=len(came), kv_tokens=sum(came.values()))
+            # Each computes one token.
+            self.counts["replayed_tokens"] -= sum(self.replays.get(name, 1) - 1 for name in came)
 
     async def _run(self) -> None:
         try:
@@ -530,7 +534,9 @@ class RequestMover:
         for request in (requests[id] for ids in gone.values() for id in ids):
             self.expected[_stem(request.id)] = ARRIVAL_CHECKS
             self.counts["moves_waiting" if request.waiting else "moves_running"] += 1
-            self.counts["replayed_tokens"] += 0 if request.waiting else request.tokens
+            if not request.waiting:
+                self.replays[place(request.id)] = request.tokens
+                self.counts["replayed_tokens"] += request.tokens
 
     async def _ask(self, calls: Mapping[str, tuple]) -> dict[str, Any]:
         """Results of remote calls ``{server: (method, *arguments)}``, less those that fail or hang."""

@@ -59,7 +59,8 @@ def give_up(path: str, directory: str, prompts: list[list[int]], new: int, cut: 
     for name in names:
         Path(directory, place(name)).mkdir()
     engine.abort_request(names)
-    engine.engine_core.engine_core.step_fn()
+    while not list(Path(directory, place(names[-1])).glob("*.kv")):  # the next step, or the one after it
+        engine.engine_core.engine_core.step_fn()
     return [found[name] for name in names]
 
 

@@ -198,16 +198,15 @@ def test_running_requests_move_into_a_smaller_graph(manager, model):
     assert max(difference, model(found.responses)) < 2e-5
 
 
-def at_random(manager, rng, **config) -> RequestMover:
-    """A mover that moves three in ten requests anywhere, each time."""
-    ids = manager.server_addresses
+def at_random(manager, rng, of=id, **config) -> RequestMover:
+    """A mover that moves three in ten requests each time, to any engine whose ``of(handle)`` is another."""
+    handles = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
 
     def somewhere(servers, gears):
         held = [(request.id, server.id) for server in servers for request in server.requests]
-        others = {id: [other for other in ids if other != id] for id in ids}
+        others = {a: [b for b in handles if of(handles[b]) != of(handles[a])] for a in handles}
         return [Move(name, id, rng.choice(others[id])) for name, id in held if rng.random() < 0.3]
 
-    handles = dict(zip(ids, manager.server_handles, strict=True))
     return RequestMover(handles, RolloutRebalanceConfig(True, **config), somewhere)
 
 
@@ -295,18 +294,20 @@ def test_without_any_server_the_rollout_fails_at_once(manager, unmoved, engines)
 @pytest.fixture(scope="module")
 def sending(manager, checkpoint, tmp_path_factory):
     """Servers that send the KV of requests with 16 tokens or more."""
-    from live_servers import Servers, configuration
+    from live_servers import Servers, configuration, depot
 
     directory = tmp_path_factory.mktemp("sending")
     sending = Servers.create(
         configuration(checkpoint, directory, f"{KEY}.enable=True", f"{KEY}.send_kv_tokens=16")
     )
     sending.rollout_config.rollout_rebalance.enable = False  # here, in the driver
+    sending.depots = [Path(path) for path in asyncio.run(sending.on_servers(depot))]
     return sending
 
 
-def left_in_memory() -> list[Path]:
-    return list(Path("/dev/shm").glob("ascend-rl-kv-*"))
+def nothing_left(sending) -> bool:
+    assert {path.parent for path in sending.depots} == {Path("/dev/shm")}
+    return not any(path.exists() for path in sending.depots)
 
 
 def test_running_requests_take_their_kv_along(sending, unmoved, model):
@@ -325,44 +326,39 @@ def test_running_requests_take_their_kv_along(sending, unmoved, model):
         f"{difference:.1e}, from Hugging Face by {error:.1e}; {did}"
     )
     assert max(difference, error) < 1e-5
-    assert 20 <= one <= did["rollout_rebalance/kv_moves"] <= did["rollout_rebalance/moves_running"]
+    assert 5 <= one <= did["rollout_rebalance/kv_moves"] <= did["rollout_rebalance/moves_running"]
     assert one > 0.7 * did["rollout_rebalance/kv_moves"]  # others moved on before their first token
     assert did["rollout_rebalance/replayed_tokens"] < did["rollout_rebalance/kv_tokens"]
-    assert not left_in_memory()
+    assert nothing_left(sending)
 
 
 def test_kv_of_other_weights_is_computed_anew(sending, unmoved):
-    """Each server has taken weights of its own, and only requests that change servers move."""
+    """Each server has taken weights of its own; requests move between servers only."""
     from live_servers import take_own_weights
 
     asyncio.run(sending.on_servers(take_own_weights))
-    ids, handles = sending.server_addresses, sending.server_handles
-    sending.server_addresses, sending.server_handles = ids[:2], handles[:2]
-    try:
-        mover = at_random(sending, random.Random(2), check_interval_s=0.1, send_kv_tokens=16)
-    finally:
-        sending.server_addresses, sending.server_handles = ids, handles
+    mover = at_random(sending, random.Random(2), server_of, check_interval_s=0.1, send_kv_tokens=16)
     assert same(rollout(sending, SKEWED, mover=mover), unmoved) < 2e-5
     did = mover.metrics()
     assert did["rollout_rebalance/moves_running"] > 0 == did["rollout_rebalance/kv_moves"]
-    assert not left_in_memory()
+    assert nothing_left(sending)
 
 
 def test_a_killed_server_leaves_no_kv(sending, unmoved):
     """It holds KV that its engine, which stands still, has not loaded."""
     import ray
-    from live_servers import depot, engine_pids
+    from live_servers import engine_pids
 
-    (pid, *_), (directory, *_) = (asyncio.run(sending.on_servers(find)) for find in (engine_pids, depot))
+    pid = asyncio.run(sending.on_servers(engine_pids))[0]
 
     async def kill():
         await until_busy(server_of(sending.server_handles[1]))
         os.kill(pid, signal.SIGSTOP)
-        while not list(Path(directory).glob("taken-*")):
+        while not list(sending.depots[0].glob("taken-*")):
             await asyncio.sleep(0.01)
         ray.kill(sending.server_handles[0])
         os.kill(pid, signal.SIGKILL)
 
     mover = at_random(sending, random.Random(3), check_interval_s=0.1, send_kv_tokens=16)
     assert same(rollout(sending, SKEWED, mover=mover, beside=kill), unmoved) < 2e-5
-    assert not left_in_memory()
+    assert nothing_left(sending)
