@@ -11,6 +11,7 @@ from npu_ground import make_llm
 
 from ascend_rl.rollout.moved_kv import CONNECTOR, Depot, place
 
+NEW = 40  # tokens of each response
 LENGTHS = (5, 107, 108, 109, 300)  # at 20 tokens, with and without a full last block of 128
 MODULE, _, NAME = CONNECTOR.rpartition(".")
 
@@ -41,10 +42,10 @@ def answer(output) -> dict:
     }
 
 
-def stay(path: str, prompts: list[list[int]], new: int, **options) -> list[dict]:
+def stay(path: str, prompts: list[list[int]], **options) -> list[dict]:
     """The answers of requests that do not move."""
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = make_engine(path, None, **options).generate(requests, sampling(new), use_tqdm=False)
+    outputs = make_engine(path, None, **options).generate(requests, sampling(NEW), use_tqdm=False)
     return [answer(output) for output in outputs]
 
 
@@ -74,12 +75,14 @@ def go_on(path: str, directory: str, parts: list[list], known: list[int] = (), *
     llm = make_engine(path, directory, **options)
     if known:
         llm.generate([{"prompt_token_ids": known}], sampling(1), use_tqdm=False)
-    scheduler, first, preempted = llm.llm_engine.engine_core.engine_core.scheduler, {}, []
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    first, preempted, steps = {}, [], []
     schedule, preempt = scheduler.schedule, scheduler._preempt_request
 
     def watched():
         """Counts what is to be computed up to a request's first new token."""
         output = schedule()
+        steps.append(output.total_num_scheduled_tokens)
         for name, tokens in output.num_scheduled_tokens.items():
             request = scheduler.requests[name]
             if not request.num_output_tokens:
@@ -98,6 +101,7 @@ def go_on(path: str, directory: str, parts: list[list], known: list[int] = (), *
         "answers": [answer(output) for output in outputs],
         "computed": [first[output.request_id] for output in outputs],
         "preempted": len(preempted),
+        "steps": sum(map(bool, steps)),
     }
 
 
@@ -107,20 +111,22 @@ def prompts_of(lengths) -> list[list[int]]:
 
 
 def move(
-    run, path: Path, base: Path, workers=1, spoil=None, new=40, cut=20, target=(), **options
+    run, path: Path, base: Path, workers=1, spoil=None, cut=20, target=(), second=go_on, known=270, **options
 ) -> SimpleNamespace:
-    """Requests of several lengths at once, from one engine to another; the second knows one prompt's start.
+    """Requests of several lengths at once, from one engine to another.
 
     Args:
         run: calls a function in a process of its own.
         base: for the KV.
         target: options of the second engine alone.
+        second: the job of the second engine.
+        known: so many tokens of the last prompt are in its prefix cache.
         spoil: what to do to the directory of each request before the target takes it.
     """
     prompts = prompts_of(LENGTHS)
     source, receiver = (Depot(base, name, {}, workers) for name in ("source", "target"))
     source._own()  # else the target's start would take it for that of a process that died
-    parts = run(give_up, str(path), str(source.directory), prompts, new, cut, **options)
+    parts = run(give_up, str(path), str(source.directory), prompts, NEW, cut, **options)
     moves = []
     for index, (prompt, part) in enumerate(zip(prompts, parts, strict=True)):
         directory = source.directory / place(f"movable/{index}/0")
@@ -129,9 +135,10 @@ def move(
         if spoil:
             spoil(directory)
         kv = asyncio.run(receiver.take(str(directory), None))
-        moves.append([prompt + part["tokens"], kv, new - len(part["tokens"])])
-    known = prompts[-1][:270]
-    found = run(go_on, str(path), str(receiver.directory), moves, known, **options | dict(target))
+        moves.append([prompt + part["tokens"], kv, NEW - len(part["tokens"])])
+    found = run(
+        second, str(path), str(receiver.directory), moves, prompts[-1][:known], **options | dict(target)
+    )
     left = [file for file in base.rglob("*") if file.is_file()]
     for depot in (source, receiver):
         depot.clear()
@@ -141,9 +148,8 @@ def move(
         tokens=[a["tokens"] + b["tokens"] for a, b in zip(parts, found["answers"], strict=True)],
         log_probs=[a["log_probs"] + b["log_probs"] for a, b in zip(parts, found["answers"], strict=True)],
         lengths=[len(tokens) for tokens, _, _ in moves],
-        computed=found["computed"],
-        preempted=found["preempted"],
         left=left,
+        **{key: value for key, value in found.items() if key != "answers"},
     )
 
 

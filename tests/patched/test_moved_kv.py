@@ -37,7 +37,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def stayed(model):
-    return run(stay, str(model), prompts_of(LENGTHS), 40)
+    return run(stay, str(model), prompts_of(LENGTHS))
 
 
 def check(found, stayed, model) -> None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from moving_engines import LENGTHS, hugging_face, move, prompts_of, stay, worst
+from moving_engines import LENGTHS, go_on, hugging_face, move, prompts_of, stay, worst
 from npu_ground import save_random_model
+
+
+def spoil(directory):
+    """One of the requests comes without its files."""
+    if directory.name == "movable-1-0":
+        shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize("moe", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_target_computes_one_token(npu_ground, tmp_path, moe):
-    """One of the requests comes without its files."""
-
-    def spoil(directory):
-        if directory.name == "movable-1-0":
-            shutil.rmtree(directory)
-
     model = save_random_model(tmp_path / "model", moe=moe)
-    stayed = npu_ground.run(stay, str(model), prompts_of(LENGTHS), 40)
+    stayed = npu_ground.run(stay, str(model), prompts_of(LENGTHS))
     found = move(npu_ground.run, model, tmp_path / "kv", spoil=spoil)
     assert found.tokens == [one["tokens"] for one in stayed]
     difference = worst(found.log_probs, [one["log_probs"] for one in stayed])
@@ -30,3 +30,20 @@ def test_the_target_computes_one_token(npu_ground, tmp_path, moe):
     assert max(difference, error) < 1e-5
     assert found.computed == [1, found.lengths[1], 1, 1, 1]
     assert not found.left
+
+
+def go_on_in_graphs(*args, **options) -> dict:
+    import torch
+
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+    found = go_on(*args, enforce_eager=False, compilation_config=graphs, **options)
+    return found | {"replays": torch.npu.graphs.counts()["replays"]}
+
+
+@pytest.mark.parametrize("spoilt", [None, spoil], ids=["with_kv", "one_replay"])
+def test_a_step_that_admits_requests_with_kv_replays_a_decode_graph(npu_ground, tmp_path, spoilt):
+    """With one request that is computed anew, the step of all of them does not."""
+    model = save_random_model(tmp_path / "model")
+    found = move(npu_ground.run, model, tmp_path / "kv", spoil=spoilt, second=go_on_in_graphs, known=0)
+    assert worst(found.log_probs, hugging_face(model, found.prompts, found.tokens)) < 1e-5
+    assert found.replays == found.steps - bool(spoilt)
