@@ -7,11 +7,14 @@ Both recipes start from the same weights, train on 64 responses a step with the 
 answer the same held-out prompts greedily every 10 steps. Bar: at the end, and on average over the run, DAPO
 is not more than 0.02 below GSPO at equal numbers of trained samples. One run each: a difference below 0.03
 may be chance.
+Before that it draws random groups and counts, for several shares of groups that differ, the prompts and
+batches that a step takes with sized batches and with whole ones. Bar: sized batches never take more prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -24,11 +27,31 @@ sys.path[:0] = [str(ROOT)]
 
 from bars import RESULTS, finish  # noqa: E402
 
+from ascend_rl.loss.dapo import DynamicSampling  # noqa: E402
 from ascend_rl.recipe.report import read_metrics  # noqa: E402
 
 BATCH, SAMPLES = 16, 4
 RECIPES = {"DAPO": "train_dapo_qwen3_tiny_cpu.sh", "GSPO": "train_gspo_qwen3_tiny_cpu.sh"}
 ACCURACY = "val-core/tiny/addition/acc/mean@1"
+
+
+def cost_of_steps(share: float, prompts: int, steps: int) -> dict[str, float]:
+    """Mean prompts and batches of a step with batches as large as a training batch, sized and whole."""
+    rng = np.random.default_rng(0)
+    took = {"sized prompts": 0, "sized batches": 0, "whole prompts": 0, "whole batches": 0}
+    for _ in range(steps):
+        varies = rng.random(30 * prompts) < share
+        metric = np.stack([np.zeros(len(varies)), varies], axis=1)
+        search = DynamicSampling(prompts, 2, prompts, 1, max_batches=0, data=len(varies))
+        size = prompts
+        while not search.complete:
+            drawn = metric[search.drawn : search.drawn + size].ravel()
+            search.add(drawn, drawn)
+            size = search.next_size() if not search.complete else 0
+        batches = int(np.flatnonzero(varies)[prompts - 1]) // prompts + 1
+        found = (search.drawn, search.batches, batches * prompts, batches)
+        took = {key: value + more for (key, value), more in zip(took.items(), found, strict=True)}
+    return {key: value / steps for key, value in took.items()}
 
 
 def train(name: str, steps: int) -> Path:
@@ -44,13 +67,13 @@ def curve(run: Path) -> dict:
     """Held-out accuracy of a run, the samples trained and generated up to then, and the cost of filtering."""
     rows = read_metrics(run / "metrics.jsonl")
     training = [row for row in rows if "critic/rewards/mean" in row]
-    batches = np.cumsum([0] + [row.get("dapo/num_gen_batches", 1) for row in training])
+    prompts = np.cumsum([0] + [row.get("dapo/generated_prompts", BATCH) for row in training])
     points = [row for row in rows if ACCURACY in row]
     steps = [row["step"] for row in points]
     return {
         "steps": len(training),
         "trained": [step * BATCH * SAMPLES for step in steps],
-        "generated": [int(batches[step]) * BATCH * SAMPLES for step in steps],
+        "generated": [int(prompts[step]) * SAMPLES for step in steps],
         "accuracy": [row[ACCURACY] for row in points],
         "gen_batches": [row.get("dapo/num_gen_batches", 1) for row in training],
         "kept_share": [row.get("dapo/kept_share", 1.0) for row in training],
@@ -84,6 +107,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--runs", type=Path, nargs=2, metavar=("DAPO", "GSPO"), help="finished runs")
     args = parser.parse_args()
+    costs = []
+    print("groups  share  prompts of a step: sized  whole  fewest   batches: sized  whole")
+    for prompts, share in itertools.product((BATCH, 512), (0.9, 0.7, 0.5, 0.25, 0.125)):
+        cost = cost_of_steps(share, prompts, 400)
+        costs.append({"groups": prompts, "share": share, "fewest": prompts / share, **cost})
+        print(
+            f"{prompts:6} {share:6} {cost['sized prompts']:25.1f} {cost['whole prompts']:6.1f} "
+            f"{prompts / share:7.1f} {cost['sized batches']:16.2f} {cost['whole batches']:6.2f}"
+        )
+    most = max(cost["sized prompts"] / cost["whole prompts"] for cost in costs)
+
     runs = args.runs or [train(name, args.steps) for name in RECIPES]
     curves = {name: curve(run) for name, run in zip(RECIPES, runs, strict=True)}
     dapo, gspo = curves["DAPO"], curves["GSPO"]
@@ -106,10 +140,11 @@ def main() -> int:
     end = dapo["accuracy"][-1] - gspo["accuracy"][-1]
     mean = float(np.mean(np.subtract(dapo["accuracy"], gspo["accuracy"])))
     bars = [
+        ("prompts of a step, sized over whole batches, most", most, "", "<= 1", most <= 1),
         ("DAPO - GSPO, held out, at the end", end, "", ">= -0.02", end >= -0.02),
         ("DAPO - GSPO, held out, mean by trained samples", mean, "", ">= -0.02", mean >= -0.02),
     ]
-    status = finish("dapo", bars, mean_by_generated=by_generated, curves=curves)
+    status = finish("dapo", bars, costs=costs, mean_by_generated=by_generated, curves=curves)
     draw(curves, RESULTS / "dapo.png")
     return status
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from scipy.stats import nbinom
 
 from ascend_rl.loss import dapo
 from ascend_rl.settings.switch import CannotWork
@@ -31,42 +33,80 @@ def searches(draw):
     return np.array(rows), batch, draw(st.integers(1, 8))
 
 
+def search_of(prompts, samples, batch=1, unit=1, max_batches=0, data=99) -> dapo.DynamicSampling:
+    return dapo.DynamicSampling(prompts, samples, batch, unit, max_batches, data)
+
+
 @settings(deadline=None)
-@given(searches())
-def test_the_first_varying_groups_are_trained_and_nothing_more_is_drawn(case):
+@given(searches(), st.integers(1, 3))
+def test_the_first_varying_groups_are_trained_and_nothing_more_is_drawn(case, unit):
+    """A batch after the first has the fewest units that reach the mean number of draws the missing groups
+    take, and a standard deviation more.
+    """
     groups, batch, wanted = case
+    groups = np.repeat(groups, unit, axis=0)  # as many prompts as whole batches have
+    batch *= unit
     samples, limit = groups.shape[1], len(groups) // batch
     expected = [i for i, group in enumerate(groups.tolist()) if len(set(group)) > 1][:wanted]
     enough = len(expected) == wanted
-    needed = expected[-1] // batch + 1 if enough else limit
 
-    search = dapo.DynamicSampling(wanted, samples, max_batches=limit, pass_batches=99)
-    trained, refused = [], False
-    for number in range(limit):
-        chunk = groups[number * batch : (number + 1) * batch]
+    search = search_of(wanted, samples, batch, unit, max_batches=limit)
+    trained, refused, size, drawn, batches = [], False, batch, 0, 0
+    while not search.complete:
+        chunk = groups[drawn : drawn + size]
+        assert len(chunk) == size, "more than allowed"
+        batches += 1
         try:
             kept = search.add(chunk.ravel(), rewards=chunk.ravel() - 1)
         except dapo.DynamicSamplingError:
             refused = True
             break
-        trained += (kept + number * batch).tolist()
-        if search.complete:
-            break
-    assert refused != enough and search.batches == needed
-    seen = groups[: needed * batch]
+        trained += (kept + drawn).tolist()
+        drawn += size
+        if not search.complete:
+            share = sum(len(set(group)) > 1 for group in groups[:drawn].tolist()) / drawn
+            sizes = range(unit, min(batch, len(groups) - drawn) + 1, unit)
+            missing = wanted - len(trained)
+            needed = nbinom(missing, share) if share else None
+            enough_of = needed.mean() + needed.std() + missing if needed else math.inf
+            fits = (s for s in sizes if s >= enough_of - 1e-9)
+            size = search.next_size()
+            assert size == next(fits, sizes[-1])
+    assert refused != enough
+    if not enough:
+        assert drawn + size == len(groups)  # all that was allowed
+        return
+    seen = groups[:drawn]
     varying = sum(len(set(group)) > 1 for group in seen.tolist())
-    if enough:
-        assert trained == expected
-        metrics = search.metrics()
-        assert metrics["dapo/num_gen_batches"] == needed
-        assert metrics["dapo/kept_share"] == pytest.approx(varying / len(seen))
-        assert metrics["dapo/surplus_groups"] == varying - wanted
-        for name in ("mean", "max", "min"):
-            assert metrics[f"dapo/reward_before_filter/{name}"] == pytest.approx(getattr(seen, name)() - 1)
+    assert trained == expected
+    assert drawn - size <= expected[-1] < drawn, "the last batch was not needed"
+    metrics = search.metrics()
+    assert metrics["dapo/num_gen_batches"] == batches and metrics["dapo/generated_prompts"] == drawn
+    assert metrics["dapo/kept_share"] == pytest.approx(varying / len(seen))
+    assert metrics["dapo/surplus_groups"] == varying - wanted
+    for name in ("mean", "max", "min"):
+        assert metrics[f"dapo/reward_before_filter/{name}"] == pytest.approx(getattr(seen, name)() - 1)
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.9, 0.67), (0.5, 0.91), (0.125, 1.0)])
+def test_fewer_prompts_are_generated_than_with_whole_batches(share, most):
+    """Counted over 300 steps of 16 groups from batches of 16: no more than this part of them."""
+    rng, sized, whole = np.random.default_rng(0), 0, 0
+    for _ in range(300):
+        varies = rng.random(4000) < share
+        groups = np.stack([np.zeros(4000), varies], axis=1)
+        search, size = search_of(16, 2, 16, data=4000), 16
+        while not search.complete:
+            chunk = groups[search.drawn : search.drawn + size]
+            search.add(chunk.ravel(), chunk.ravel())
+            size = search.next_size() if not search.complete else 0
+        sized += search.drawn
+        whole += 16 * -(-(np.flatnonzero(varies)[15] + 1) // 16)
+    assert sized <= most * whole
 
 
 def test_a_limit_that_is_reached_says_what_was_found_and_what_to_change():
-    search = dapo.DynamicSampling(prompts=3, samples=2, max_batches=2, pass_batches=9)
+    search = search_of(prompts=3, samples=2, batch=3, max_batches=2)
     search.add(np.array([0, 0, 1, 1, 0, 0]), np.zeros(6))
     with pytest.raises(dapo.DynamicSamplingError) as error:
         search.add(np.array([0, 1, 0, 0, 0, 0]), np.zeros(6))
@@ -77,7 +117,7 @@ def test_a_limit_that_is_reached_says_what_was_found_and_what_to_change():
 
 
 def test_no_limit_is_one_pass_over_the_data():
-    search = dapo.DynamicSampling(prompts=1, samples=2, max_batches=0, pass_batches=3)
+    search = search_of(prompts=1, samples=2, batch=2, max_batches=0, data=6)
     for _ in range(2):
         assert not len(search.add(np.zeros(4), np.zeros(4)))
     with pytest.raises(dapo.DynamicSamplingError, match="one pass"):
@@ -119,7 +159,7 @@ def test_groups_with_a_failed_score_are_never_trained_and_are_counted(case, data
     bad = {i for i, row in enumerate(np.hstack([metric, rewards])) if not np.isfinite(row).all()}
     expected = [i for i, g in enumerate(groups.tolist()) if i not in bad and len(set(g)) > 1]
 
-    search = dapo.DynamicSampling(len(expected), groups.shape[1], max_batches=1, pass_batches=1)
+    search = search_of(len(expected), groups.shape[1], len(groups), max_batches=1)
     assert search.add(metric.ravel(), rewards.ravel()).tolist() == expected
     if expected:
         metrics = search.metrics()
@@ -132,7 +172,7 @@ def test_groups_with_a_failed_score_are_never_trained_and_are_counted(case, data
 
 
 def test_a_scorer_that_always_fails_ends_the_run_with_that_reason():
-    search = dapo.DynamicSampling(prompts=1, samples=2, max_batches=1, pass_batches=9)
+    search = search_of(prompts=1, samples=2, batch=2, max_batches=1)
     with pytest.raises(
         dapo.DynamicSamplingError, match="2 groups have a metric or reward that is not finite"
     ):
@@ -151,6 +191,9 @@ class Batch:
     def select_idxs(self, indices):
         return Batch([self.rows[i] for i in indices])
 
+    def __len__(self):
+        return len(self.rows)
+
     @staticmethod
     def join(batches):
         return Batch(sum((batch.rows for batch in batches), []))
@@ -163,12 +206,16 @@ def test_a_step_joins_the_first_varying_prompts_with_their_responses(case):
     samples, limit = groups.shape[1], len(groups) // size
     expected = [i for i, group in enumerate(groups.tolist()) if len(set(group)) > 1][:wanted]
 
-    def generation_batch(number):
-        rows = range(number * size, (number + 1) * size)
-        responses = [(row, sample) for row in rows for sample in range(samples)]
-        return Batch(list(rows)), Batch(responses, groups[rows].ravel(), seconds=float(number))
+    generated = []  # prompts of each batch
 
-    stream, drawn, metrics = SimpleNamespace(batches=limit, passes=7), itertools.count(1), {"other": 1}
+    def generate(count):
+        rows = range(sum(generated), sum(generated) + count)
+        responses = [(row, sample) for row in rows for sample in range(samples)]
+        seconds = float(len(generated))
+        generated.append(count)
+        return Batch(list(rows)), Batch(responses, groups[rows].ravel(), seconds)
+
+    stream, metrics = SimpleNamespace(size=size, unit=1, prompts=len(groups), passes=7), {"other": 1}
     config = configuration(
         data__train_batch_size=wanted,
         actor_rollout_ref__rollout__n=samples,
@@ -176,23 +223,22 @@ def test_a_step_joins_the_first_varying_prompts_with_their_responses(case):
     )
 
     def select():
-        first = generation_batch(0)
-        return dapo.select_groups(
-            config, stream, *first, metrics, lambda: generation_batch(next(drawn)), Batch.join
-        )
+        return dapo.select_groups(config, stream, *generate(size), metrics, generate, Batch.join)
 
     if len(expected) < wanted:
-        with pytest.raises(dapo.DynamicSamplingError, match=f"after {limit} generation batches"):
+        with pytest.raises(dapo.DynamicSamplingError, match=r"after \d+ generation batches"):
             select()
+        assert sum(generated) == limit * size  # one pass
         return
     prompts, responses = select()
-    used = next(drawn)
     assert prompts.rows == expected
     assert responses.rows == [(row, sample) for row in expected for sample in range(samples)]
     assert metrics["other"] == 1 and metrics["dapo/data_passes"] == 7
-    assert metrics["dapo/num_gen_batches"] == used == expected[-1] // size + 1
+    assert metrics["dapo/num_gen_batches"] == len(generated)
+    assert metrics["dapo/generated_prompts"] == sum(generated) > expected[-1] >= sum(generated[:-1])
     timing = responses.meta_info["timing"]
-    assert timing["count"] == used and timing["agent_loop/slowest/tool_calls"] == used - 1
+    assert timing["count"] == len(generated)
+    assert timing["agent_loop/slowest/tool_calls"] == len(generated) - 1
 
 
 def test_ids_are_unlike_any_other():
@@ -208,7 +254,7 @@ def configuration(**changes) -> OmegaConf:
                 "use_kl_in_reward": False,
                 "filter_groups": {"enable": True, "metric": "acc", "max_num_gen_batches": 10},
             },
-            "actor_rollout_ref": {"rollout": {"n": 4}},
+            "actor_rollout_ref": {"rollout": {"n": 4, "agent": {"num_workers": 8}}},
             "data": {"train_batch_size": 32},
             "reward": {"reward_model": {"enable": False, "enable_resource_pool": False}},
         }
@@ -225,7 +271,8 @@ def configuration(**changes) -> OmegaConf:
     ({"algorithm__filter_groups__metric": "seq_final_reward", "algorithm__use_kl_in_reward": True},
      "use seq_reward"),
     ({"reward__reward_model__enable": True}, "enable_resource_pool: .* set True"),
-    ({"data__gen_batch_size": 3}, "10 x 3 prompts cannot give the 32"),
+    ({"data__gen_batch_size": 2}, "10 x 2 prompts cannot give the 32"),
+    ({"data__gen_batch_size": 31}, "31 prompts do not make equal chunks .* multiple of 2"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_before_the_start(changes, message):
     dapo.check(configuration())
@@ -239,14 +286,23 @@ def test_what_cannot_work_is_refused_before_the_start(changes, message):
 ])  # fmt: skip
 def test_the_limit_must_allow_a_full_batch_unless_there_is_none(limit, drawn, refused):
     changes = {"algorithm__filter_groups__max_num_gen_batches": limit}
+    changes["actor_rollout_ref__rollout__agent__num_workers"] = 1
     changes |= {"data__gen_batch_size": drawn} if drawn else {}
     found = [key for key, _ in dapo.problems(configuration(**changes))]
     assert found == ["algorithm.filter_groups.max_num_gen_batches"] * refused
 
 
+@pytest.mark.parametrize(("workers", "samples"), list(itertools.product(range(1, 10), repeat=2)))
+def test_a_unit_is_the_fewest_prompts_that_agent_loop_workers_can_share(workers, samples):
+    config = configuration(
+        actor_rollout_ref__rollout__n=samples, actor_rollout_ref__rollout__agent__num_workers=workers
+    )
+    assert dapo.unit_of(config) == next(u for u in itertools.count(1) if u * samples % workers == 0)
+
+
 @pytest.mark.parametrize(("given", "batches"), [(1, 1), (2, 2), (0, 3), (-1, 3)])
 def test_no_batch_is_drawn_beyond_the_limit(given, batches):
-    search = dapo.DynamicSampling(prompts=1, samples=2, max_batches=given, pass_batches=3)
+    search = search_of(prompts=1, samples=2, batch=2, max_batches=given, data=6)
     for _ in range(batches - 1):
         search.add(np.zeros(4), np.zeros(4))
     with pytest.raises(dapo.DynamicSamplingError, match=f"after {batches} generation batches"):
@@ -254,7 +310,7 @@ def test_no_batch_is_drawn_beyond_the_limit(given, batches):
 
 
 def test_the_last_batch_allowed_may_complete_the_search():
-    search = dapo.DynamicSampling(prompts=2, samples=2, max_batches=2, pass_batches=9)
+    search = search_of(prompts=2, samples=2, batch=2, max_batches=2)
     assert search.add(np.array([0, 1, 1, 1]), np.zeros(4)).tolist() == [0] and not search.complete
     assert search.add(np.array([0, 0, 1, 0]), np.zeros(4)).tolist() == [1] and search.complete
 
@@ -262,7 +318,7 @@ def test_the_last_batch_allowed_may_complete_the_search():
 def test_timings_of_batches_merge_as_if_they_were_one():
     """Against the statistics of all responses together."""
     rng = np.random.default_rng(0)
-    batches = rng.random((3, 8, 2))  # batches, responses, (generation, tools) in s
+    batches = [rng.random((size, 2)) for size in (8, 8, 3)]  # responses, (generation, tools) in s
 
     def timing(samples):
         generation, tools = samples[:, 0], samples[:, 1]
@@ -275,8 +331,8 @@ def test_timings_of_batches_merge_as_if_they_were_one():
             "agent_loop/slowest/tool_calls": tools[slowest],
         }
 
-    merged = dapo.merge_timings([timing(batch) for batch in batches])
-    assert merged == pytest.approx(timing(batches.reshape(-1, 2)))
+    merged = dapo.merge_timings([timing(batch) for batch in batches], sizes=[8, 8, 3])
+    assert merged == pytest.approx(timing(np.concatenate(batches)))
 
 
 def test_the_slowest_batch_is_slowest_with_its_tools():
@@ -284,46 +340,86 @@ def test_the_slowest_batch_is_slowest_with_its_tools():
         return {"agent_loop/slowest/generate_sequences": generation, "agent_loop/slowest/tool_calls": tools}
 
     batches = [timing(5.0, 0.0), timing(3.0, 4.0), timing(1.0, 5.0)]
-    assert dapo.merge_timings(batches) == batches[1]
+    assert dapo.merge_timings(batches, [1, 1, 1]) == batches[1]
 
 
-def test_a_checkpoint_without_filtering_has_no_passes():
-    loaded = []
-    loader = type(
-        "Loader", (list,), {"load_state_dict": lambda self, state: loaded.append(state), "sampler": "s"}
-    )
-    stream = dapo.PromptStream(loader())
-    stream.passes = 3
-    stream.load_state_dict({"position": 5})
-    assert stream.passes == 0 and loaded == [{"position": 5}] and stream.sampler == "s"
+class Dataset(torch.utils.data.Dataset):
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, i):
+        return {"number": torch.tensor([i]), "name": f"prompt {i}"}
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_goes_round_and_resumes_where_it_was(shuffle, workers):
+def collate(rows):
+    """As verl's: tensors and arrays of objects."""
+    return {
+        "number": torch.stack([row["number"] for row in rows]),
+        "name": np.array([row["name"] for row in rows], dtype=object),
+    }
+
+
+def loader_of(shuffle: bool, workers: int, batch: int = 2):
     from torch.utils.data import SequentialSampler
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchdata.stateful_dataloader.sampler import RandomSampler
 
-    def stream():
-        data = list(range(7))
-        sampler = (
-            RandomSampler(data, generator=torch.Generator().manual_seed(3))
-            if shuffle
-            else SequentialSampler(data)
-        )
-        loader = StatefulDataLoader(data, batch_size=2, num_workers=workers, drop_last=True, sampler=sampler)
-        return dapo.PromptStream(loader)
+    data = Dataset()
+    generator = torch.Generator().manual_seed(3)
+    sampler = RandomSampler(data, generator=generator) if shuffle else SequentialSampler(data)
+    options = dict(num_workers=workers, drop_last=True, sampler=sampler, collate_fn=collate)
+    return StatefulDataLoader(data, batch_size=batch, **options)
 
-    whole = stream()
-    drawn = [next(whole).tolist() for _ in range(8)]
-    assert whole.batches == 3 and whole.passes == 2
-    for start in (0, 3):  # no prompt twice in a pass
-        assert len(set(sum(drawn[start : start + 3], []))) == 6
-    for stop in (1, 3, 4) if workers else range(1, 7):
-        first, second = stream(), stream()
-        for _ in range(stop):
-            next(first)
+
+def numbers(rows: dict) -> list[int]:
+    assert rows["number"].shape[1:] == (1,)
+    found = rows["number"][:, 0].tolist()
+    assert rows["name"].tolist() == [f"prompt {i}" for i in found]
+    return found
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("unit", [1, 2])
+def test_a_stream_goes_round_and_resumes_where_it_was(shuffle, workers, unit):
+    """With batches of several sizes, at the end of a pass and across it."""
+    sizes = [2, 2, 4, 2, 6, 2] if unit == 2 else [2, 1, 4, 3, 2, 1, 5]
+
+    def draw(stream, size):
+        return numbers(next(stream) if size == 2 else stream.take(size))
+
+    whole = dapo.PromptStream(loader_of(shuffle, workers), unit)
+    drawn = [draw(whole, size) for size in sizes]
+    assert [len(batch) for batch in drawn] == sizes and whole.size == 2
+    length = 7 // unit * unit
+    assert whole.prompts == length and whole.passes == (sum(sizes) - 1) // length == 2
+    flat = sum(drawn, [])
+    for start in (0, length):  # each prompt once in a pass
+        assert len(set(flat[start : start + length])) == length
+    for stop in (1, 3, 4) if workers else range(1, len(sizes)):
+        first, second = (dapo.PromptStream(loader_of(shuffle, workers), unit) for _ in range(2))
+        for size in sizes[:stop]:
+            draw(first, size)
         second.load_state_dict(first.state_dict())
-        assert [next(second).tolist() for _ in range(8 - stop)] == drawn[stop:], stop
+        assert [draw(second, size) for size in sizes[stop:]] == drawn[stop:], stop
         assert second.passes == 2
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_runs_with_and_without_filtering_resume_each_other(shuffle, workers):
+    """verl's dataloader, of batches of 2, goes on where a stream was, and a stream where that was."""
+    order = numbers(dapo.PromptStream(loader_of(shuffle, workers), 1).take(7))
+    stream = dapo.PromptStream(loader_of(shuffle, workers), 1)
+    stream.passes = 3
+    iterator = iter(plain := loader_of(shuffle, workers))
+    assert numbers(next(iterator)) + numbers(next(iterator)) == order[:4]
+    stream.load_state_dict(plain.state_dict())
+    assert stream.passes == 0 and numbers(stream.take(3)) == order[4:]
+
+    stream = dapo.PromptStream(loader_of(shuffle, workers), 1)
+    stream.take(3)
+    plain = loader_of(shuffle, workers)
+    plain.load_state_dict({key: value for key, value in stream.state_dict().items()})
+    assert sum(map(numbers, plain), []) == order[3:]
+    assert stream.sampler is stream.loader.sampler

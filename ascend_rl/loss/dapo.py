@@ -7,18 +7,21 @@ out and draws further prompts until the batch is full again:
 1. generate a batch of prompts, n responses each;
 2. keep the groups whose metric is not the same for all n, and leave out those with a metric or reward that is
    not a finite number: a scorer failed, and one such response makes the advantages of its whole group NaN;
-3. with fewer kept groups than the training batch has prompts, draw the next batch and go on at 1;
+3. with fewer kept groups than the training batch has prompts, draw again and go on at 1: as many prompts as
+   the missing groups take if the share that varies stays as it was in this step, and one standard deviation
+   of that number more, since a further batch has a further long tail; at most a whole batch;
 4. train on the first kept groups, exactly as many as configured, in the order they were drawn.
 
 Invariants (tests/test_dapo.py, against brute force): the trained groups are the first of all varying groups
-in the order of the data; their metrics and rewards are finite; no batch is drawn that is not needed, and none
-beyond the limit; what is drawn is every prompt of a pass over the data once, in the dataloader's order, also
-after a resume.
+in the order of the data, the same as if all batches were whole; their metrics and rewards are finite; no
+batch is drawn that is not needed, none is larger than a whole one, and all together stay within the limit;
+what is drawn is every prompt of a pass over the data once, in the dataloader's order, also after a resume.
 Cost: O(samples) a batch.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +39,16 @@ class DynamicSamplingError(RuntimeError):
     """Too few groups vary; says how many did and what to change."""
 
 
+def unit_of(config: Any) -> int:
+    """The number of prompts that agent loop workers can share is a multiple of this: their chunks are equal.
+
+    Args:
+        config: verl's whole configuration, an OmegaConf node.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.agent.num_workers // math.gcd(rollout.agent.num_workers, rollout.n)
+
+
 def problems(config: Any) -> list[tuple[str, str]]:
     """Settings that cannot work with filter_groups: (key, what is wrong and what to set instead).
 
@@ -45,7 +58,7 @@ def problems(config: Any) -> list[tuple[str, str]]:
     algorithm, reward_model = config.algorithm, config.reward.reward_model
     train, limit = config.data.train_batch_size, algorithm.filter_groups.max_num_gen_batches
     drawn = config.data.get("gen_batch_size", train)
-    metric = algorithm.filter_groups.metric
+    metric, unit = algorithm.filter_groups.metric, unit_of(config)
     rules = [
         (config.actor_rollout_ref.rollout.n < 2, "actor_rollout_ref.rollout.n",
          "a group of one never varies; use 2 or more"),
@@ -62,6 +75,8 @@ def problems(config: Any) -> list[tuple[str, str]]:
         (0 < limit * drawn < train, "algorithm.filter_groups.max_num_gen_batches",
          f"{limit} x {drawn} prompts cannot give the {train} of data.train_batch_size; raise it, or "
          "data.gen_batch_size"),
+        (drawn % unit, "data.gen_batch_size",
+         f"{drawn} prompts do not make equal chunks for the agent loop workers; use a multiple of {unit}"),
     ]  # fmt: skip
     return [(key, message) for applies, key, message in rules if applies]
 
@@ -126,20 +141,23 @@ class DynamicSampling:
     Args:
         prompts: groups to train on, data.train_batch_size.
         samples: responses of a group, rollout.n.
-        max_batches: generation batches to draw at most; not positive: as many as one pass over the data has.
-        pass_batches: generation batches of one pass over the data.
+        batch: prompts of a whole generation batch, data.gen_batch_size.
+        unit: the prompts of any batch are a multiple of this; ``batch`` is one.
+        max_batches: draw at most as many prompts as this many whole batches have; not positive: ``data``.
+        data: prompts of one pass over the data.
 
-    >>> step = DynamicSampling(prompts=2, samples=2, max_batches=3, pass_batches=9)
-    >>> step.add(np.array([0, 1, 1, 1]), rewards=np.array([0, 1, 1, 1])).tolist(), step.complete
-    ([0], False)
-    >>> step.add(np.array([0, 1, 1, 0]), rewards=np.array([0, 1, 1, 0])).tolist(), step.complete
+    >>> step = DynamicSampling(prompts=2, samples=2, batch=3, unit=1, max_batches=3, data=99)
+    >>> kept = step.add(np.array([0, 1, 1, 1, 0, 0]), rewards=np.array([0, 1, 1, 1, 0, 0]))
+    >>> kept.tolist(), step.complete, step.next_size()
+    ([0], False, 3)
+    >>> step.add(np.array([0, 1, 1, 0, 0, 0]), rewards=np.array([0, 1, 1, 0, 0, 0])).tolist(), step.complete
     ([0], True)
     """
 
-    def __init__(self, prompts: int, samples: int, max_batches: int, pass_batches: int):
-        self.prompts, self.samples = prompts, samples
+    def __init__(self, prompts: int, samples: int, batch: int, unit: int, max_batches: int, data: int):
+        self.prompts, self.samples, self.batch, self.unit = prompts, samples, batch, unit
         self.limited = max_batches > 0
-        self.max_batches = max_batches if self.limited else pass_batches
+        self.most = max_batches * batch if self.limited else data
         self.batches = self.drawn = self.varied = self.failed = 0
         self.rewards: list[np.ndarray] = []
         self.same: list[np.ndarray] = []
@@ -148,7 +166,7 @@ class DynamicSampling:
         """Prompts of this batch to train on: [P * n], [P * n] -> [K] ascending.
 
         Raises:
-            DynamicSamplingError: this was the last batch allowed, and there are still too few.
+            DynamicSamplingError: no more prompts are allowed, and there are still too few groups.
         """
         metric_pn = np.asarray(metric, dtype=np.float64).reshape(-1, self.samples)
         rewards_pn = np.asarray(rewards, dtype=np.float64).reshape(-1, self.samples)
@@ -161,7 +179,7 @@ class DynamicSampling:
         self.failed += int((~scored).sum())
         self.rewards.append(rewards_pn[np.isfinite(rewards_pn)])
         self.same.append(metric_pn[scored & ~varies, 0])
-        if not self.complete and self.batches >= self.max_batches:
+        if not self.complete and self.drawn >= self.most:
             raise DynamicSamplingError(self._failure())
         return np.flatnonzero(varies)[:missing]
 
@@ -169,11 +187,20 @@ class DynamicSampling:
     def complete(self) -> bool:
         return self.varied >= self.prompts
 
+    def next_size(self) -> int:
+        """Prompts to draw next: most likely enough, but no more than a whole batch or than allowed."""
+        size = self.batch
+        if self.varied:
+            share, missing = self.varied / self.drawn, self.prompts - self.varied
+            size = math.ceil((missing + math.sqrt(missing * (1 - share))) / share)
+        return min(math.ceil(size / self.unit) * self.unit, self.batch, self.most - self.drawn)
+
     def metrics(self) -> dict[str, float]:
         """What is logged of the step; rewards are the finite ones before filtering."""
         rewards = np.concatenate(self.rewards)
         return {
             "dapo/num_gen_batches": self.batches,
+            "dapo/generated_prompts": self.drawn,
             "dapo/kept_share": self.varied / self.drawn,
             "dapo/surplus_groups": self.varied - self.prompts,
             "dapo/failed_groups": self.failed,
@@ -204,24 +231,29 @@ class DynamicSampling:
         )
 
 
-def merge_timings(timings: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Timings of generation batches of one size that ran one after another, as if they were one batch.
+def merge_timings(timings: Sequence[Mapping[str, float]], sizes: Sequence[int]) -> dict[str, float]:
+    """Timings of generation batches that ran one after another, as if they were one batch.
 
-    Extremes stay extremes, means and shares are averaged, `.../slowest/*` is that of the slowest batch, and
-    counts are added.
+    Extremes stay extremes, means and shares are averaged over all responses, `.../slowest/*` is that of the
+    slowest batch, and counts are added.
+
+    Args:
+        sizes: of the batches.
     """
     slowest = max(
         timings, key=lambda t: t["agent_loop/slowest/generate_sequences"] + t["agent_loop/slowest/tool_calls"]
     )
-    reduce = {"min": min, "max": max, "mean": lambda values: sum(values) / len(timings)}
     merged = {}
     for key in dict.fromkeys(key for timing in timings for key in timing):
         values = [timing[key] for timing in timings if key in timing]
         last = key.rpartition("/")[2]
         if "/slowest/" in key:
             merged[key] = slowest[key]
+        elif "share" in key or last == "mean":
+            total = sum(timing.get(key, 0) * size for timing, size in zip(timings, sizes, strict=True))
+            merged[key] = total / sum(sizes)
         else:
-            merged[key] = reduce.get("mean" if "share" in key else last, sum)(values)
+            merged[key] = {"min": min, "max": max}.get(last, sum)(values)
     return merged
 
 
@@ -231,7 +263,7 @@ def select_groups(
     batch: Any,
     responses: Any,
     metrics: dict[str, float],
-    draw: Callable[[], tuple[Any, Any]],
+    draw: Callable[[int], tuple[Any, Any]],
     join: Callable[[list], Any],
 ) -> tuple[Any, Any]:
     """The prompts of one training step and their responses, from as many generation batches as it takes.
@@ -242,18 +274,18 @@ def select_groups(
         batch, responses: the first generation batch, DataProtos of P prompts and of their P * n responses,
             the n of one prompt next to each other.
         metrics: gets those of the search.
-        draw: generates the next batch, to be returned like the first.
+        draw: generates a batch of the next prompts, as many as it is told, and returns it like the first.
         join: DataProto.concat.
 
     Raises:
         DynamicSamplingError: too few groups vary.
     """
     settings, samples = config.algorithm.filter_groups, config.actor_rollout_ref.rollout.n
-    sampling = DynamicSampling(
-        config.data.train_batch_size, samples, settings.max_num_gen_batches, stream.batches
-    )
-    prompts, kept_responses, timings = [], [], []
+    train, limit = config.data.train_batch_size, settings.max_num_gen_batches
+    sampling = DynamicSampling(train, samples, stream.size, stream.unit, limit, stream.prompts)
+    prompts, kept_responses, timings, sizes = [], [], [], []
     while True:
+        sizes.append(len(batch))
         timings.append(responses.meta_info.pop("timing"))
         rewards = responses.batch["rm_scores"].sum(-1).numpy()
         kept = sampling.add(metric_of(settings.metric, responses.non_tensor_batch, rewards), rewards)
@@ -263,30 +295,37 @@ def select_groups(
         print(sampling.said(), flush=True)  # the launcher takes it for a sign of progress
         if sampling.complete:
             break
-        batch, responses = draw()
+        batch, responses = draw(sampling.next_size())
     metrics.update(sampling.metrics() | {"dapo/data_passes": stream.passes})
     responses = join(kept_responses)
-    responses.meta_info["timing"] = merge_timings(timings)
+    responses.meta_info["timing"] = merge_timings(timings, sizes)
     return join(prompts), responses
 
 
 class PromptStream:
-    """A dataloader that starts over at its end, with one iterator for the training loop and for `next`.
+    """A dataloader that starts over at its end, with one iterator for the training loop and for `take`.
 
-    A step may need the end of one pass and the start of the next. verl's loop therefore sees one endless
-    pass: a run ends by its number of steps, which verl derives from the epochs before this takes the place of
-    the dataloader. The state is the dataloader's own, so checkpoints of runs with and without filtering are
-    alike; the passes that are over are one more key in it.
+    A step may need the end of one pass and the start of the next, and a part of a batch. verl's loop
+    therefore sees one endless pass: a run ends by its number of steps, which verl derives from the epochs
+    before this takes the place of the dataloader. Nothing drawn is ever left over: the dataloader it draws
+    from hands out ``unit`` prompts at a time. The state is that dataloader's own, which counts prompts, so
+    checkpoints of runs with and without filtering are alike; the passes that are over are one more key in it.
+
+    Args:
+        loader: verl's, of whole generation batches; not used itself.
+        unit: see `unit_of`.
     """
 
-    def __init__(self, loader: Any):
-        self.loader, self.batches, self.passes = loader, len(loader), 0
+    def __init__(self, loader: Any, unit: int):
+        self.size, self.unit, self.passes = loader.batch_size, unit, 0
+        self.loader = type(loader)(
+            dataset=loader.dataset, batch_size=unit, num_workers=loader.num_workers, drop_last=True,
+            collate_fn=loader.collate_fn, sampler=loader.sampler,
+        )  # fmt: skip
+        self.prompts = len(self.loader) * unit  # of one pass
         self._iterator: Iterator | None = None
 
-    def __iter__(self) -> Iterator:
-        return self
-
-    def __next__(self) -> Any:
+    def _unit(self) -> Mapping[str, Any]:
         if self._iterator is None:
             self._iterator = iter(self.loader)
         try:
@@ -295,6 +334,23 @@ class PromptStream:
             self.passes += 1
             self._iterator = iter(self.loader)
             return next(self._iterator)
+
+    def take(self, prompts: int) -> dict[str, Any]:
+        """The next prompts, collated as a batch of verl's dataloader is: tensors and arrays."""
+        import torch
+
+        units = [self._unit() for _ in range(prompts // self.unit)]
+        columns = {key: [unit[key] for unit in units] for key in units[0]}
+        return {
+            key: torch.cat(values) if isinstance(values[0], torch.Tensor) else np.concatenate(values)
+            for key, values in columns.items()
+        }
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return self.take(self.size)
 
     def __len__(self) -> int:
         return sys.maxsize

@@ -108,7 +108,7 @@ def test_two_workers_share_the_steps_of_dapo(tmp_path, nothing_left_behind, same
     assert all(row["timing_s/data_rebalance/known_share"] == 0 for row in steps)  # each prompt comes once
     for row in steps:
         assert 0.25 - 0.5 / 4 <= row["critic/score/mean"] <= 0.75  # of 4, 1 to 3 are right; a penalty is 0.5
-        assert row["dapo/num_gen_batches"] * 16 * row["dapo/kept_share"] == pytest.approx(
+        assert row["dapo/generated_prompts"] * row["dapo/kept_share"] == pytest.approx(
             16 + row["dapo/surplus_groups"]
         )
         assert row["actor/grad_norm"] > 0

@@ -38,9 +38,9 @@ def test_trained_groups_vary_and_fill_the_batch(tmp_path, monkeypatch):
     assert picked(events, "train") == [kept for kept, _ in expected] and len(expected) == 5
     assert all(event[2] > 0 for event in events if event[0] == "train")  # no advantage is zero
     assert {used for _, used in expected} - {1}, "no step needed a second batch"
-    batches = drawn(events)
-    for start in range(0, len(batches) - 5, 6):  # each prompt once in a pass
-        assert sorted(sum(batches[start : start + 6], [])) == list(range(PROMPTS))
+    order = sum(drawn(events), [])
+    for start in range(0, len(order) - PROMPTS + 1, PROMPTS):  # each prompt once in a pass
+        assert sorted(order[start : start + PROMPTS]) == list(range(PROMPTS))
 
     # The servers keep weights and caches between the batches of a step: asleep and synced once a step.
     steps = "".join(
@@ -52,11 +52,30 @@ def test_trained_groups_vary_and_fill_the_batch(tmp_path, monkeypatch):
     assert [row["dapo/num_gen_batches"] for row in logged] == [used for _, used in expected]
     assert all(row["dapo/kept_share"] < 1 and row["critic/score/mean"] == 1 / N for row in logged)
     assert all(row["dapo/reward_before_filter/mean"] != 1 / N for row in logged)
-    assert logged[-1]["dapo/data_passes"] == (len(batches) - 1) // 6 >= 1
+    assert logged[-1]["dapo/data_passes"] == (len(order) - 1) // PROMPTS >= 1
     # The slowest generation batch of a step is its last; timings of a step come from all its batches.
     assert [row["timing_s/agent_loop/slowest/tool_calls"] for row in logged] == np.cumsum(
         [used for _, used in expected]
     ).tolist()
+
+
+def test_a_step_generates_less_than_whole_batches_and_loses_no_prompt(tmp_path, monkeypatch):
+    """Counted in responses; every batch divides by the agent loop workers, whose chunks are equal."""
+    workers = 8  # for 4 responses a prompt: two prompts at a time
+    options = [*FILTER, f"actor_rollout_ref.rollout.agent.num_workers={workers}", "+data.gen_batch_size=12"]
+    events, rows = train(tmp_path, *options, monkeypatch=monkeypatch)
+    batches = drawn(events)
+    assert {len(batch) for batch in batches} == {8, 12}
+    assert all(len(responses) % workers == 0 for responses in picked(events, "generate"))
+    logged = [row for row in rows if "dapo/generated_prompts" in row]
+    order, start, whole = sum(batches, []), 0, 0
+    for row, trained in zip(logged, picked(events, "train"), strict=True):
+        mine = order[start : start + int(row["dapo/generated_prompts"])]
+        varying = [place for place, prompt in enumerate(mine) if prompt % 3 == 2][:4]
+        assert trained == [mine[place] for place in varying]  # the first that vary, in the order of the data
+        whole += 12 * (varying[-1] // 12 + 1)
+        start += len(mine)
+    assert start == len(order) < whole
 
 
 def test_validation_sees_all_prompts_as_before(tmp_path, monkeypatch):
