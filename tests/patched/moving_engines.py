@@ -85,8 +85,10 @@ def go_on(path: str, directory: str, parts: list[list], known: list[int] = (), *
         steps.append(output.total_num_scheduled_tokens)
         for name, tokens in output.num_scheduled_tokens.items():
             request = scheduler.requests[name]
-            if not request.num_output_tokens:
-                first[name] = first.get(name, 0) + tokens
+            after = request.num_computed_tokens
+            if not request.num_output_tokens:  # a step ahead, a token of the answer is computed already
+                prompt = min(after, request.num_prompt_tokens) - (after - tokens)
+                first[name] = first.get(name, 0) + max(0, prompt)
         return output
 
     def counted(request, *args):

@@ -15,11 +15,20 @@ def spoil(directory):
         shutil.rmtree(directory)
 
 
-@pytest.mark.parametrize("moe", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_the_target_computes_one_token(npu_ground, tmp_path, moe):
-    model = save_random_model(tmp_path / "model", moe=moe)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"moe": True}, marks=pytest.mark.long),
+        {"async_scheduling": True},  # a step is under way when a request is given up
+    ],
+    ids=str,
+)
+def test_the_target_computes_one_token(npu_ground, tmp_path, options):
+    options = dict(options)
+    model = save_random_model(tmp_path / "model", moe=options.pop("moe", False))
     stayed = npu_ground.run(stay, str(model), prompts_of(LENGTHS))
-    found = move(npu_ground.run, model, tmp_path / "kv", spoil=spoil)
+    found = move(npu_ground.run, model, tmp_path / "kv", spoil=spoil, **options)
     assert found.tokens == [one["tokens"] for one in stayed]
     difference = worst(found.log_probs, [one["log_probs"] for one in stayed])
     error = worst(found.log_probs, hugging_face(model, found.prompts, found.tokens))
