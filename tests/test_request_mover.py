@@ -577,7 +577,7 @@ def test_settings_are_checked():
     found = settings(rollout(enable=1, _target_="x"))
     assert (found.check_interval_s, found.answer_timeout_s) == (2, 5)
     assert settings(rollout(enable=True, check_interval_s=0.1, answer_timeout_s=0.1, gears=[1])).gears == [1]
-    bad = {"enable": 2, "check_interval_s": 0, "answer_timeout_s": 0, "gears": []}
+    bad = {"enable": 2, "check_interval_s": 0, "answer_timeout_s": 0, "gears": [], "send_kv_tokens": -1}
     for key, value in [*bad.items(), ("gears", [0, 2])]:
         with pytest.raises(CannotWork) as refused:
             settings(rollout(**{"enable": True, key: value}))

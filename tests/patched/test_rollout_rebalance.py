@@ -326,12 +326,14 @@ def test_running_requests_take_their_kv_along(sending, unmoved, model):
         f"{difference:.1e}, from Hugging Face by {error:.1e}; {did}"
     )
     assert max(difference, error) < 1e-5
-    assert 5 <= one <= did["rollout_rebalance/kv_moves"] <= did["rollout_rebalance/moves_running"]
-    assert one > 0.7 * did["rollout_rebalance/kv_moves"]  # others moved on before their first token
+    kv_moves = did["rollout_rebalance/kv_moves"]  # some move on before their first token
+    assert 5 <= one <= kv_moves <= did["rollout_rebalance/moves_running"]
+    assert len(after_moves) - one <= did["rollout_rebalance/moves"] - kv_moves
     assert did["rollout_rebalance/replayed_tokens"] < did["rollout_rebalance/kv_tokens"]
     assert nothing_left(sending)
 
 
+@pytest.mark.long
 def test_kv_of_other_weights_is_computed_anew(sending, unmoved):
     """Each server has taken weights of its own; requests move between servers only."""
     from live_servers import take_own_weights
@@ -344,6 +346,7 @@ def test_kv_of_other_weights_is_computed_anew(sending, unmoved):
     assert nothing_left(sending)
 
 
+@pytest.mark.long
 def test_a_killed_server_leaves_no_kv(sending, unmoved):
     """It holds KV that its engine, which stands still, has not loaded."""
     import ray
