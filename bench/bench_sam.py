@@ -1,16 +1,18 @@
 """Model-free drafts on recorded text: tokens per step, and the cost of a draft.
 
-Usage:    python bench/bench_sam.py [--quick] [--gsm8k DIRECTORY]
+Usage:    python bench/bench_sam.py [--quick]
 Example:  python bench/bench_sam.py            # about 2 minutes; --quick under one
 1. Tokens per step: recorded text replaces the model. A step verifies a draft against the actual continuation
    and keeps the matching tokens plus one more. A server runs 16 requests; all draft, then all are verified.
    "engine" is what vLLM and vllm-ascend run: SamProposer, which weighs a step's drafts against their time;
    "engine, graphs" pads them to full length. Speed: tokens a second over those without speculation, where a
    step takes the published time for its tokens (STEP_TIMES); the drafter's own time is not in it.
-2. Cost of a step at contexts of 1k to 32k, and memory use.
+2. The same of the engine, where samples bring earlier responses to their prompt, and where they do not.
+3. Cost of a step at contexts of 1k to 32k, and memory use.
 Peers: suffix decoding of arctic-inference (built into .venv-peers at the first run), vLLM's n-gram proposer,
-and a suffix automaton of Python dicts. Texts: GSM8K questions with the solutions of four models, GSM8K in a
-row, the Python standard library, and rollouts of the tiny RL run (bench/rollouts_tiny.jsonl.gz).
+and a suffix automaton of Python dicts. Texts: 300 questions of GSM8K with the solutions of four models, 1500
+others with their answers in a row (bench/texts_gsm8k.jsonl.gz), the Python standard library, and rollouts of
+the tiny RL run (bench/rollouts_tiny.jsonl.gz).
 """
 
 from __future__ import annotations
@@ -41,7 +43,6 @@ START = 64  # tokens of a text that has no prompt of its own
 CONTEXTS = (1024, 4096, 32768)
 LENGTHS = (4, 8)
 TIMED_AT = (1000, 2000, 4000, 8000, 16000, 32000)
-MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
 Corpus = list[tuple[np.ndarray, list[np.ndarray]]]  # prompts with their outputs
 
 
@@ -59,14 +60,22 @@ class Ours:
 class Proposer:
     """SamProposer on the server's batch, as a model runner calls it."""
 
-    def __init__(self, k: int, graphs: bool = False):
+    def __init__(self, k: int, graphs: bool = False, earlier: Corpus = ()):
         from ascend_rl.speculation.sam_decoding import SamProposer
 
         self.proposer, self.graph_tokens = SamProposer(k, 1 << 30), 1 << 30 if graphs else None
-        self.params = SimpleNamespace(
+        self.earlier, self.requests = earlier, {}
+
+    def request(self, name: str) -> SimpleNamespace:
+        """What the runner knows of a request; it brings the earlier responses to its prompt, if there are."""
+        from ascend_rl.speculation.response_history import KEY
+
+        prompt, responses = self.earlier[int(name.split("/")[0])] if self.earlier else ((), ())
+        texts = [np.concatenate([prompt, response]).astype(np.int32).tobytes() for response in responses]
+        return SimpleNamespace(sampling_params=SimpleNamespace(
             frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_p=0.0, logit_bias=None,
-            min_tokens=0, max_tokens=1 << 30, extra_args=None,
-        )  # fmt: skip
+            min_tokens=0, max_tokens=1 << 30, extra_args={KEY: [(len(prompt), text) for text in texts]},
+        ))  # fmt: skip
 
     def propose_all(self, running: list[list]) -> list[list[int]]:
         batch = SimpleNamespace(
@@ -75,9 +84,9 @@ class Proposer:
             num_prompt_tokens=[prompt for _, _, prompt, *_ in running],
             num_tokens_no_spec=[n for *_, n, _ in running],
         )
-        requests = dict.fromkeys(batch.req_ids, SimpleNamespace(sampling_params=self.params))
+        self.requests = {name: self.requests.get(name) or self.request(name) for name in batch.req_ids}
         sampled = [[0] * emitted for *_, emitted in running]  # only their number matters
-        return self.proposer.propose(batch, requests, sampled, self.graph_tokens)
+        return self.proposer.propose(batch, self.requests, sampled, self.graph_tokens)
 
     def end(self, request: str) -> None:
         pass  # the proposer notices
@@ -209,13 +218,14 @@ def decode(corpus: Corpus, drafter) -> tuple[float, float, float]:
         for i, (prompt, outputs) in enumerate(corpus)
         for j, output in enumerate(outputs)
     ][::-1]
-    running, steps, tokens, drafted, plain_time, time_taken = [], 0, 0, 0, 0.0, 0.0
+    running, ended, steps, tokens, drafted, plain_time, time_taken = [], [], 0, 0, 0, 0.0, 0.0
     while queue or running:
         while queue and len(running) < RUNNING:
             request, text, prompt_tokens = queue.pop()
             running.append([request, text, prompt_tokens, prompt_tokens + 1, 1])  # prefill: one token
         if hasattr(drafter, "propose_all"):
-            drafts = drafter.propose_all(running)
+            # What a step has ended is in the batch until the next one.
+            drafts = drafter.propose_all([*ended, *running])[len(ended) :]
         else:
             drafts = [drafter.propose(r, text[:n], prompt) for r, text, prompt, n, _ in running]
         time_taken += step_time(STEP_TIMES, len(running) + sum(map(len, drafts)))
@@ -231,8 +241,34 @@ def decode(corpus: Corpus, drafter) -> tuple[float, float, float]:
             steps, tokens, drafted = steps + 1, tokens + entry[3] - n, drafted + len(draft)
             if entry[3] == len(text):
                 drafter.end(request)
+        ended = [entry for entry in running if entry[3] == len(entry[1])]
         running = [entry for entry in running if entry[3] < len(entry[1])]
     return tokens / steps, drafted / steps, plain_time / time_taken
+
+
+def with_earlier(corpora: dict[str, Corpus], lengths) -> dict[str, list]:
+    """What the engine does with earlier responses to each prompt and without, where samples are spread.
+
+    For want of a recording over epochs, the first HISTORY samples of a prompt stand for its responses of an
+    earlier epoch; the server then runs the next one or all others.
+    """
+    from ascend_rl.speculation.sam_options import HISTORY
+
+    found = {}
+    for name, groups in corpora.items():
+        if len(groups[0][1]) <= HISTORY:
+            continue
+        of_prompt: dict[bytes, tuple] = {}
+        for prompt, outputs in groups:
+            of_prompt.setdefault(prompt.tobytes(), (prompt, []))[1].extend(outputs)
+        corpus = list(of_prompt.values())
+        earlier = [(prompt, outputs[:HISTORY]) for prompt, outputs in corpus]
+        for samples in (1, len(corpus[0][1]) - HISTORY):
+            now = [(prompt, outputs[HISTORY : HISTORY + samples]) for prompt, outputs in corpus]
+            for k in lengths:
+                found[f"{name}|{samples}|without|{k}"] = decode(now, Proposer(k))
+                found[f"{name}|{samples}|with|{k}"] = decode(now, Proposer(k, earlier=earlier))
+    return found
 
 
 def step_times(make, text: np.ndarray, runs: int) -> dict:
@@ -288,18 +324,15 @@ def stalls(seconds: float) -> tuple[float, float]:
     return float(np.quantile(gaps, 0.999)) / 1e3, max(gaps) / 1e3
 
 
-def read_corpora(gsm8k: Path, quick: bool) -> dict[str, Corpus]:
+def read_corpora(quick: bool) -> dict[str, Corpus]:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    solved = [json.loads(line) for line in open(gsm8k / "example_model_solutions.jsonl")][
-        : 120 if quick else 300
-    ]
-    rows = [json.loads(line) for line in open(gsm8k / "train.jsonl")][:1500]
+    with gzip.open(ROOT / "bench" / "texts_gsm8k.jsonl.gz", "rt") as lines:
+        rows = [json.loads(line) for line in lines]
+    rows, solved = rows[:1500], rows[1500:]
     library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:: 3 if quick else 1]
     code = "\n".join(path.read_text(errors="ignore") for path in library)[:4_000_000]
-    row = "\n\n".join(
-        f"{r['question']}\n{r['answer'] if 'answer' in r else r['ground_truth']}" for r in rows + solved
-    )
+    row = "\n\n".join(f"{r['question']}\n{r['answer']}" for r in rows + solved)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -312,7 +345,7 @@ def read_corpora(gsm8k: Path, quick: bool) -> dict[str, Corpus]:
 
     corpora = {
         "GSM8K, 4 models": [
-            (encode(r["question"]), [encode("\n" + r[m]["solution"]) for m in MODELS]) for r in solved
+            (encode(r["question"]), [encode("\n" + text) for text in r["solutions"]]) for r in solved
         ],
         "tiny RL, n 8": read_rollouts(ROOT / "bench" / "rollouts_tiny.jsonl.gz", 3 if quick else 24),
     }
@@ -433,13 +466,6 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="less text, one draft length, under a minute")
-    parser.add_argument(
-        "--gsm8k",
-        type=Path,
-        default=ROOT / "tests" / "samples" / "gsm8k",
-        metavar="DIRECTORY",
-        help="with train.jsonl and example_model_solutions.jsonl of GSM8K; a few rows by default",
-    )
     parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peer:
@@ -448,7 +474,7 @@ def main() -> int:
     from bars import RESULTS, finish
 
     quick = arguments.quick
-    corpora = read_corpora(arguments.gsm8k, quick)
+    corpora = read_corpora(quick)
     lengths, runs = (LENGTHS[1:], 2) if quick else (LENGTHS, 6)
     makers = {
         "engine": Proposer,
@@ -483,6 +509,17 @@ def main() -> int:
         for corpus in corpora:
             cells = (tokens[f"{corpus}|{drafter}|{k}"] for drafter in drafters)
             print(f"{corpus:<16}" + "".join(f"{speed:>14.3f}" for *_, speed in cells))
+
+    earlier = with_earlier(corpora, lengths)
+    print(
+        "\nthe engine with the earlier responses to each prompt, and without: tokens a step / drafted, speed"
+    )
+    for key in [key for key in earlier if "|with|" in key]:
+        name, samples, _, k = key.split("|")
+        cells = (earlier[key.replace("with|", f"{kind}|")] for kind in ("without", "with"))
+        print(f"{name:<16} {samples} a prompt, {k} tokens a draft" + "".join(
+            f"{f'{t:.3f} / {d:.2f}, {speed:.3f}':>26}" for t, d, speed in cells
+        ))  # fmt: skip
 
     texts = timed_texts(corpora)
     times = {
@@ -530,6 +567,10 @@ def main() -> int:
         best = [max(rows[peer][i][2] for peer in peers) for i in range(len(lengths))]
         ratio = min(e[2] / b for e, b in zip(rows["engine"], best, strict=True))
         bars.append((f"speed, the engine over the best peer: {name}", ratio, "x", ">= 0.98", ratio >= 0.98))
+    for name in dict.fromkeys(key.split("|")[0] for key in earlier):
+        ratio = min(earlier[f"{name}|1|with|{k}"][0] / earlier[f"{name}|1|without|{k}"][0] for k in lengths)
+        what = f"tokens a step, with earlier responses over without, one sample a prompt: {name}"
+        bars.append((what, ratio, "x", ">= 1.2", ratio >= 1.2))
     mine = times["ours"]
     for what, column, unit, bound, names in (
         ("update a token", "update_us", "us", 1.0, ("code", "GSM8K")),
@@ -541,7 +582,8 @@ def main() -> int:
         value = max(mine[name][column] for name in names)
         bars.append((what, value, unit, f"<= {bound}", value <= bound))
     draw(tokens, times, multi, RESULTS / "sam_decoding.png")
-    return finish("sam_decoding", bars, tokens_a_step=tokens, times=times, machine_pauses_us=gap)
+    data = {"tokens_a_step": tokens, "with_earlier": earlier, "times": times, "machine_pauses_us": gap}
+    return finish("sam_decoding", bars, **data)
 
 
 if __name__ == "__main__":
