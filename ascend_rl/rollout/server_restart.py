@@ -12,8 +12,8 @@ between the trainer and what uses servers:
                  they get the weights like all others, and requests again.
 
 A death within a weight sync ends the run, as the trainer's ranks wait for each other and for the server; so
-does the death of the last server in a rollout, and a server that does not start. The launcher's watch over
-processes leaves vLLM's to this module (`settings.progress.answer_for`).
+does the death of the last server in a rollout, and a server that does not start in two tries. The launcher's
+watch over processes leaves vLLM's to this module (`settings.progress.answer_for`).
 
 A server that starts again has the id, so the place in data_rebalance, of the one before. Responses that were
 under way are sampled again from where they last moved; a greedy run has the same result as an undisturbed one
@@ -42,6 +42,7 @@ SWITCH, DEADLINE = "RESTART_SERVERS", "SERVER_DEADLINE_S"
 CHECK_S = 5.0
 ANSWER_S = 5.0  # a server that takes longer is asked again at the next check
 END_S = 60.0  # for the processes of a server to die, and for Ray to know
+STARTS = 2  # tries: verl frees a port that it found some time before the engine takes it
 METRIC = "rollout/servers_started_again"
 
 
@@ -180,6 +181,15 @@ class Restarts:
             [server.__ray_call__.remote(processes) for server in replica.servers]
         )
 
+    def _kill(self, replica: Any) -> None:
+        servers, replica.servers = replica.servers, []
+        for server in servers:
+            ray.kill(server)
+        known = zip(beside(replica), self.processes.pop(replica.replica_rank), strict=True)
+        ray.get(
+            [worker.__ray_call__.remote(end_processes, its) for worker, its in known if its], timeout=END_S
+        )
+
     def living(self) -> list[Any]:
         return [replica for replica in self.replicas if replica.servers]
 
@@ -230,22 +240,14 @@ class Restarts:
 
     def end(self, replica: Any, why: str) -> None:
         """Kill a server with all its processes, on all its nodes; none gets requests any more."""
-        rank, servers = replica.replica_rank, replica.servers
         say(
-            f"vLLM server {rank} {why}: its requests go on elsewhere, it starts again at the next weight sync"
+            f"vLLM server {replica.replica_rank} {why}: its requests go on elsewhere, it starts again at the "
+            "next weight sync"
         )
-        replica.servers = []
         any_id = next(id for id, its in self.replica_of.items() if its is replica)
-        for server in servers:
-            ray.kill(server)
-        ray.get(
-            [
-                worker.__ray_call__.remote(end_processes, its)
-                for worker, its in zip(beside(replica), self.processes.pop(rank), strict=True)
-            ]
-            + [self.manager.global_load_balancer.drop_server.remote(any_id)],  # with all its engines
-            timeout=END_S,
-        )
+        dropped = self.manager.global_load_balancer.drop_server.remote(any_id)  # with all its engines
+        self._kill(replica)
+        ray.get(dropped, timeout=END_S)
 
     def sleep(self) -> None:
         """CheckpointEngineManager.sleep_replicas; ends what cannot sleep."""
@@ -268,6 +270,21 @@ class Restarts:
                     raise error
                 self.end(replica, "died")
 
+    async def _start(self, replica: Any) -> None:
+        """Start a server, asleep; where that fails, end what there is of it and try again."""
+        for left in reversed(range(STARTS)):
+            try:
+                await replica.launch_servers()
+                return await replica.sleep()
+            except Exception as error:
+                if not left:
+                    raise
+                lines = str(error).strip().splitlines()
+                say(f"vLLM server {replica.replica_rank} did not start, once more: {(lines or [error])[-1]}")
+                self.processes[replica.replica_rank] = [answered(server) for server in replica.servers]
+                self._kill(replica)
+                until_free(replica)
+
     def mend(self) -> None:
         """Start what was ended, and what died or hangs since."""
         self.progressed.clear()
@@ -277,12 +294,8 @@ class Restarts:
             return
         began = time.monotonic()
 
-        async def start(replica):
-            await replica.launch_servers()
-            await replica.sleep()
-
         async def every():
-            await asyncio.gather(*map(start, ended))
+            await asyncio.gather(*map(self._start, ended))
 
         for replica in ended:
             until_free(replica)
@@ -298,6 +311,14 @@ class Restarts:
         self.started += len(ended)
         ranks = ", ".join(str(replica.replica_rank) for replica in ended)
         say(f"vLLM server {ranks} started again in {time.monotonic() - began:.0f} s")
+
+
+def answered(server: Any) -> list[tuple[int, float]]:
+    """A server's processes; none, if it is dead."""
+    try:
+        return ray.get(server.__ray_call__.remote(processes), timeout=ANSWER_S)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return []
 
 
 def beside(replica: Any) -> list[Any]:

@@ -93,6 +93,50 @@ def test_a_server_that_was_not_asked_for_long_does_not_hang(monkeypatch):
     assert [len(restarts.dead()) for _ in range(2)] == [0, 1]
 
 
+class Stubborn(Played):
+    """A replica that does not start the first times; its worker notes what it is asked to end."""
+
+    gpus_per_replica_node = 1
+
+    def __init__(self, failures: int):
+        super().__init__()
+        self.servers, self.failures, self.ended, self.asleep = [], failures, [], False
+        note = SimpleNamespace(remote=lambda function, its: self.ended.append(its))
+        self.workers = [SimpleNamespace(__ray_call__=note)]
+
+    async def launch_servers(self):
+        self.servers.append(self)
+        self.failures -= 1
+        if self.failures >= 0:
+            raise RuntimeError("the engine:\naddress already in use")
+
+    async def sleep(self):
+        self.asleep = True
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_a_server_that_does_not_start_is_started_once_more(monkeypatch, capfd, failures):
+    """A port that was found for an engine may be taken by the time the engine wants it."""
+    import ray
+
+    killed, played = [], Stubborn(failures)
+    stub = SimpleNamespace(kill=killed.append, get=lambda *_, **__: [(7, 1.0)], exceptions=ray.exceptions)
+    monkeypatch.setattr(server_restart, "ray", stub)
+    monkeypatch.setattr(server_restart, "until_free", lambda replica: None)
+    restarts = object.__new__(server_restart.Restarts)
+    restarts.processes = {}
+    starting = restarts._start(played)
+    if failures == 2:
+        with pytest.raises(RuntimeError, match="address already in use"):
+            asyncio.run(starting)
+    else:
+        asyncio.run(starting)
+    assert played.asleep is (failures < 2) and len(played.servers) == 1
+    once = failures > 0
+    assert len(killed) == once and played.ended == [[(7, 1.0)]] * once
+    assert ("did not start, once more: address already in use" in capfd.readouterr().out) is once
+
+
 def rollout(trainer) -> tuple[list[list[int]], dict]:
     """Responses and metrics of one rollout."""
     from live_servers import batch

@@ -1,0 +1,138 @@
+"""verl's vLLM servers that span two nodes each, under server_restart: an engine dies on the far node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from ascend_rl.rollout import server_restart
+from ascend_rl.settings import progress
+
+pytestmark = pytest.mark.long
+
+RESPONSE = 40
+SAMPLING = [{"temperature": 0.0, "ignore_eos": True, "max_tokens": RESPONSE} for _ in range(6)]
+SERVERS, NODES, DEADLINE_S = 2, 2, 300
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A random Qwen3-MoE: only engines that share experts span nodes in verl."""
+    from ascend_rl.recipe.tiny import make_model, make_tokenizer
+
+    path, tokenizer = tmp_path_factory.mktemp("moe"), make_tokenizer()
+    tokenizer.save_pretrained(path)
+    make_model(tokenizer, seed=0, moe=True).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trainer(checkpoint, tmp_path_factory):
+    """Two raylets with a die of each server; a server is one engine on each, which share the experts."""
+    import ray
+    from live_servers import configuration
+    from ray.cluster_utils import Cluster
+
+    from verl.experimental.agent_loop import AgentLoopManager
+
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        patch.setenv(progress.FILE, str(tmp_path_factory.mktemp("launcher") / "progress"))
+        patch.setenv(server_restart.SWITCH, "1")
+        patch.setenv(server_restart.DEADLINE, str(DEADLINE_S))
+        patch.setattr(server_restart, "CHECK_S", 1.0)
+        cluster = Cluster()
+        for node in range(NODES):
+            cluster.add_node(
+                num_cpus=8, resources={"NPU": SERVERS, f"node_{node}": 99}, include_dashboard=False
+            )
+        ray.init(cluster.address, log_to_driver=False)
+
+        @ray.remote(num_cpus=0)
+        class Worker:
+            pass
+
+        workers = [
+            Worker.options(resources={"NPU": 1, f"node_{node}": 1}).remote()
+            for _ in range(SERVERS)
+            for node in range(NODES)
+        ]
+        sizes = {"data_parallel_size": NODES, "expert_parallel_size": NODES, "n_gpus_per_node": 1,
+                 "nnodes": len(workers)}  # fmt: skip
+        config = configuration(
+            checkpoint, tmp_path_factory.mktemp("servers"),
+            *(f"actor_rollout_ref.rollout.{key}={value}" for key, value in sizes.items()),
+        )  # fmt: skip
+        group = SimpleNamespace(world_size=len(workers), workers=workers)
+        manager = AgentLoopManager.create(config, worker_group=group)
+        synced = []
+        weights = SimpleNamespace(
+            update_weights=lambda global_steps: [ray.put(synced.append(global_steps))],
+        )
+        checkpoints = SimpleNamespace(backend="naive", trainer=weights)
+        server_restart.attach(manager, checkpoints)
+        yield SimpleNamespace(manager=manager, checkpoints=checkpoints, synced=synced)
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def rollout(trainer) -> tuple[list[list[int]], dict]:
+    from live_servers import batch
+
+    output = trainer.manager.generate_sequences(batch(SAMPLING))
+    lengths = output.batch["response_mask"].sum(1).tolist()
+    assert lengths == [RESPONSE] * len(SAMPLING)
+    return output.batch["responses"].tolist(), output.meta_info["timing"]
+
+
+def processes(trainer, replica: int) -> list[list[psutil.Process]]:
+    """Of each node of a server: its actor, then what that started."""
+    import ray
+
+    servers = trainer.manager.rollout_replicas[replica].servers
+    found = ray.get([server.__ray_call__.remote(server_restart.processes) for server in servers])
+    return [[psutil.Process(pid) for pid, _ in node] for node in found]
+
+
+def test_a_server_starts_again_on_both_nodes(trainer, capfd):
+    """vLLM's head does not watch engines of other nodes: the far node's server ends with its engine."""
+    import ray
+
+    undisturbed, _ = rollout(trainer)
+    old = processes(trainer, 0)
+    ours = [process for node in old for process in node]
+    assert [sum(p.name().startswith("VLLM::EngineCor") for p in node) for node in old] == [1] * NODES
+    engine = next(p for p in old[1] if p.name().startswith("VLLM::EngineCor"))
+    head = trainer.manager.rollout_replicas[0].servers[0]
+
+    def strike():
+        while ray.get(head.__ray_call__.remote(server_restart.pulse))[0] < 2:
+            time.sleep(0.01)
+        engine.send_signal(signal.SIGKILL)
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    responses, _ = rollout(trainer)
+    striking.join()
+    assert responses == undisturbed
+    trainer.checkpoints.sleep_replicas()
+    assert not trainer.manager.rollout_replicas[0].servers and trainer.manager.rollout_replicas[1].servers
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ours)
+
+    trainer.checkpoints.update_weights(7)
+    assert trainer.synced.pop() == 7
+    new = processes(trainer, 0)
+    assert [sum(p.name().startswith("VLLM::EngineCor") for p in node) for node in new] == [1] * NODES
+    assert not {p.pid for p in ours} & {p.pid for node in new for p in node}
+    responses, timing = rollout(trainer)
+    assert responses == undisturbed and timing[server_restart.METRIC] == 1
+    said = capfd.readouterr().out
+    assert "vLLM server 0 died" in said and "vLLM server 0 started again in" in said
