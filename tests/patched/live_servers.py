@@ -141,6 +141,26 @@ def steps_done(server: vLLMHttpServer) -> list[int]:
     return client.steps_done
 
 
+def prefills_of_moves(server: vLLMHttpServer) -> list[tuple[int, str]]:
+    """Of each moved request, since the first call: the step of its engine with its prefill, its id."""
+    client = server.engine.engine_core
+    if not hasattr(client, "prefills"):
+        client.prefills, client.begun, get_output = [], set(), client.get_output_async
+        steps = [0] * len(client.core_engines)
+
+        async def counted():
+            outputs = await get_output()
+            steps[outputs.engine_index] += 1
+            begun = {output.request_id for output in outputs.outputs if output.new_token_ids} - client.begun
+            client.begun |= begun
+            moved = sorted(id for id in begun if not id.endswith("/0"))
+            client.prefills += [(steps[outputs.engine_index], id) for id in moved]
+            return outputs
+
+        client.get_output_async = counted
+    return client.prefills
+
+
 def requests_unfinished(server: vLLMHttpServer) -> int:
     return server.engine.output_processor.get_num_unfinished_requests()
 

@@ -56,22 +56,29 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def manager(checkpoint, tmp_path_factory):
-    """verl's AgentLoopManager over servers that can move requests, but are not yet asked to."""
+def started(tmp_path_factory):
+    """Ray."""
     import ray
-    from live_servers import Servers, configuration
 
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # the servers' processes import live_servers too
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def manager(started, checkpoint, tmp_path_factory):
+    """verl's AgentLoopManager over servers that can move requests, but are not yet asked to."""
+    from live_servers import Servers, configuration
+
     config = configuration(
         checkpoint, tmp_path_factory.mktemp("servers"), f"{KEY}.enable=True", f"{KEY}.check_interval_s=0.03"
     )
     manager = Servers.create(config)
     manager.rollout_config.rollout_rebalance.enable = False  # here, in the driver
-    yield manager
-    ray.shutdown()
+    return manager
 
 
 def rollout(manager, sampling, mover=None, beside=None):
@@ -365,3 +372,51 @@ def test_a_killed_server_leaves_no_kv(sending, unmoved):
     mover = at_random(sending, random.Random(3), check_interval_s=0.1, send_kv_tokens=16)
     assert same(rollout(sending, SKEWED, mover=mover, beside=kill), unmoved) < 2e-5
     assert nothing_left(sending)
+
+
+@pytest.mark.long
+def test_the_requests_of_a_plan_are_computed_together(started, checkpoint, tmp_path):
+    """A step with a prefill goes without a graph on all ranks, so moves should not need many. Four agent loop
+    workers carry them, each at its own pace.
+    """
+    from live_servers import Servers, configuration, prefills_of_moves
+
+    class OneServer(Servers):
+        engines, devices = (2,), ("",)
+
+    config = configuration(
+        checkpoint, tmp_path, f"{KEY}.enable=True", "actor_rollout_ref.rollout.max_num_seqs=32",
+        "actor_rollout_ref.rollout.agent.num_workers=4",
+        "++actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=512",
+    )  # fmt: skip
+    manager = OneServer.create(config)
+    manager.rollout_config.rollout_rebalance.enable = False
+    sampling = [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 150, "engine": 0} for _ in range(24)]
+    rollout(manager, [one | {"max_tokens": 3} for one in sampling])  # the first requests are slow
+    source, target = manager.server_addresses
+    asyncio.run(manager.on_servers(prefills_of_moves))
+    plans = []
+
+    def once(servers, gears):
+        running = [request.id for request in servers[0].requests if not request.waiting]
+        if plans or len(running) < len(sampling):
+            return []
+        plans.append(running[:16])
+        return [Move(id, source, target) for id in plans[0]]
+
+    handles = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+    steps = []
+    for _ in range(3):
+        plans.clear()
+        before = len(asyncio.run(manager.on_servers(prefills_of_moves)))
+        rollout(
+            manager,
+            sampling,
+            RequestMover(handles, RolloutRebalanceConfig(True, 0.05), once),
+            lambda: asyncio.sleep(0),
+        )
+        prefills = asyncio.run(manager.on_servers(prefills_of_moves))[before:]
+        assert len(prefills) == len(plans[0]) == 16
+        steps.append(len({step for step, _ in prefills}))
+    print(f"\n16 moves of a plan: their prefills are in {steps} steps")
+    assert max(steps) <= 8
