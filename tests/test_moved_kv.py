@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,6 +196,71 @@ def test_what_a_killed_server_leaves_is_removed_by_the_next_or_by_another(tmp_pa
             owner.send_signal(signal.SIGKILL)
         clear()
         assert not list(tmp_path.iterdir())
+
+
+class Connector:
+    """Of vLLM's base class what the scheduler's side needs."""
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        pass
+
+
+class Scheduling(moved_kv.MovedKV, Connector):
+    def __init__(self, depot: Depot):
+        transfer = SimpleNamespace(kv_connector_extra_config={"directory": str(depot.directory)})
+        cache_config = SimpleNamespace(block_size=4)
+        super().__init__(SimpleNamespace(kv_transfer_config=transfer, cache_config=cache_config), None)
+
+    def end(self, name: str, tokens: int, kv=None) -> None:
+        given = {
+            "request_id": name,
+            "num_computed_tokens": tokens,
+            "num_tokens": 99,
+            "kv_transfer_params": kv,
+        }
+        assert self.request_finished(SimpleNamespace(**given), list(range(50, 75))) == (False, None)
+
+
+def test_the_scheduler_orders_saves_of_what_is_expected(depots):
+    """Whole blocks up to the last computed token; nothing for a request without KV, of which nobody waits."""
+    source, _ = depots
+    scheduling = Scheduling(source)
+    for name in ("movable/a/0", "movable/b/0"):
+        source.expect(name, 1)
+    scheduling.end("movable/a/0", 9)
+    scheduling.end("movable/b/0", 0)
+    expected = [(str(source.directory / "movable-a-0"), [50, 51, 52], 9)]
+    assert scheduling.build_connector_meta(None) == moved_kv.Orders(saves=expected)
+    assert scheduling.build_connector_meta(None) == moved_kv.Orders()
+    assert asyncio.run(asyncio.wait_for(source.saved("movable/b/0", 1000), 10)) is None
+
+
+def test_nobody_waits_for_a_request_that_had_just_ended(depots):
+    source, _ = depots
+    source.expect("movable/other/0", 1)
+    Scheduling(source).end("movable/a/0", 9)
+    source.expect("movable/a/0", 1)
+    assert asyncio.run(asyncio.wait_for(source.saved("movable/a/0", 1000), 10)) is None
+    assert not (source.directory / "movable-a-0").exists()
+
+
+def test_kv_of_a_request_that_ends_unadmitted_is_removed(depots):
+    source, target = depots
+    kv = asyncio.run(target.take(saved(source), 1))
+    Scheduling(target).end("movable/x/1", 0, kv)
+    assert not Path(kv[PARAMETER]["directory"]).exists()
+
+
+def test_a_server_waits_for_no_lock(tmp_path):
+    """Another of the same name, as long as it lives, keeps the directory; its KV is not mixed with ours."""
+    first, second = Depot(tmp_path, "x", {}, 1), Depot(tmp_path, "x", {}, 1)
+    first.expect("movable/a/0", None)
+    second.expect("movable/b/0", None)
+    assert sorted(path.name for path in first.directory.iterdir()) == ["movable-a-0"]
+    first.clear()
+    second.expect("movable/b/0", None)
+    assert sorted(path.name for path in second.directory.iterdir()) == ["movable-b-0"]
+    second.clear()
 
 
 def test_a_directory_is_described_by_what_its_engine_shares(depots):

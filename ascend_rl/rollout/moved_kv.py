@@ -12,7 +12,7 @@ the workers copy it into the request's blocks in the step that admits it. Only t
   ended, and at the end of the rollout; that of a process that died, when another starts or ends a rollout.
 - A worker writes only what takes no more than half of the free memory.
 
-Cost: two copies of the KV and two passes for its sum, O(bytes); without a move a look for a directory when a
+Cost: two copies of the KV and two passes for its sum, O(bytes); without a move a file operation or two when a
 request ends. `MovedKV`, for scheduler and workers, is a vLLM connector without vLLM's base class; `Depot` is
 the front ends' side.
 """
@@ -41,6 +41,7 @@ CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.moved_kv.MovedKVConnec
 MEMORY = "/dev/shm"
 PREFIX = "ascend-rl-kv-"
 ABOUT = "about.json"  # in each directory: which engines can use it
+ENDED = ".ended"  # a file beside the directories: the request ended before KV was asked for
 HEADER_BYTES = 512
 PARAMETER = "moved_kv"  # in a request's kv_transfer_params
 
@@ -198,6 +199,9 @@ class MovedKV:
                 self.orders.saves.append((str(directory), block_ids[: self._blocks(tokens)], tokens))
             else:
                 _remove(directory)
+        else:
+            with contextlib.suppress(OSError):  # no request has moved from here yet
+                directory.with_suffix(ENDED).touch()
         return False, None
 
     def build_connector_meta(self, scheduler_output) -> Orders:
@@ -289,6 +293,8 @@ class Depot:
         for _ in range(max(1, int(seconds / 0.005))):
             if not directory.is_dir():
                 return None
+            if directory.with_suffix(ENDED).exists():
+                break
             if len(list(directory.glob("*.kv"))) == self.workers:
                 return str(directory)
             await asyncio.sleep(0.005)
@@ -332,16 +338,23 @@ class Depot:
                     os.close(lock)
 
     def _own(self) -> None:
-        """Make the directory and lock it: a lock ends with its process."""
-        while self.lock is None:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(self.directory, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            with contextlib.suppress(OSError):
-                if os.stat(self.directory).st_ino == os.fstat(lock).st_ino:  # else it was just swept
-                    self.lock = lock
-            if self.lock is None:
-                os.close(lock)
+        """Make the directory and lock it: a lock ends with its process.
+
+        Raises:
+            OSError: someone else has it, or is just removing it; there is always replay.
+        """
+        if self.lock is not None:
+            return
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(self.directory).st_ino != os.fstat(lock).st_ino:
+                raise FileNotFoundError(self.directory)
+        except OSError:
+            os.close(lock)
+            raise
+        self.lock = lock
 
     def _about(self, weights: Any) -> str:
         return json.dumps(self.about | {"weights": weights}, sort_keys=True, default=str)

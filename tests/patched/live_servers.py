@@ -194,5 +194,9 @@ def take_own_weights(server: vLLMHttpServer) -> list[None]:
     return []
 
 
+def hold_kv(server: vLLMHttpServer) -> None:
+    server.kv_depot.expect("movable/held/0", None)
+
+
 def depot(server: vLLMHttpServer) -> list[str]:
     return [str(server.kv_depot.directory)]

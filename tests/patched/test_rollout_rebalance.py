@@ -355,18 +355,17 @@ def test_kv_of_other_weights_is_computed_anew(sending, unmoved):
 
 @pytest.mark.long
 def test_a_killed_server_leaves_no_kv(sending, unmoved):
-    """It holds KV that its engine, which stands still, has not loaded."""
+    """It holds KV that nobody has loaded; another server removes that when the rollout ends."""
     import ray
-    from live_servers import engine_pids
+    from live_servers import engine_pids, hold_kv
 
-    pid = asyncio.run(sending.on_servers(engine_pids))[0]
+    pid, first = asyncio.run(sending.on_servers(engine_pids))[0], sending.server_handles[0]
 
     async def kill():
         await until_busy(server_of(sending.server_handles[1]))
-        os.kill(pid, signal.SIGSTOP)
-        while not list(sending.depots[0].glob("taken-*")):
-            await asyncio.sleep(0.01)
-        ray.kill(sending.server_handles[0])
+        await first.__ray_call__.remote(hold_kv)
+        assert sending.depots[0].exists()
+        ray.kill(first)
         os.kill(pid, signal.SIGKILL)
 
     mover = at_random(sending, random.Random(3), check_interval_s=0.1, send_kv_tokens=16)
