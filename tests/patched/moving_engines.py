@@ -141,7 +141,7 @@ def move(
     found = run(
         second, str(path), str(receiver.directory), moves, prompts[-1][:known], **options | dict(target)
     )
-    left = [file for file in base.rglob("*") if file.is_file()]
+    left = [path for path in base.rglob("*") if path.name.endswith((".kv", ".part", "about.json"))]
     for depot in (source, receiver):
         depot.clear()
     return SimpleNamespace(
