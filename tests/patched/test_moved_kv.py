@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
 from moving_engines import LENGTHS, hugging_face, move, prompts_of, stay, worst
 from npu_ground import save_random_model
+from warm import Warm
 
 
-def run(function, *args, **options):
-    """In a process of its own: a process has one KV connector."""
-    import vllm.entrypoints.llm  # noqa: F401
+@pytest.fixture(scope="module")
+def run():
+    """Runs functions, each in a process of its own: a process has one KV connector."""
+    warm = Warm(["vllm.entrypoints.llm"])  # a fork of this process may wait for threads that it lacks
+    yield lambda function, *args, **options: warm.run(1, call, function, args, options)[0]
+    warm.stop()
 
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(False)
 
-    def job():
-        theirs.send(function(*args, **options))
-
-    process = context.Process(target=job)
-    process.start()
-    theirs.close()
-    try:
-        return ours.recv()
-    finally:
-        process.join()
+def call(_, function, args, options):
+    return function(*args, **options)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +29,7 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stayed(model):
+def stayed(run, model):
     return run(stay, str(model), prompts_of(LENGTHS))
 
 
@@ -58,20 +51,20 @@ TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 @pytest.mark.parametrize(
     ("workers", "options"), [(1, {}), pytest.param(2, TWO_RANKS, marks=pytest.mark.long)]
 )
-def test_the_target_computes_one_token(model, stayed, tmp_path, workers, options):
+def test_the_target_computes_one_token(run, model, stayed, tmp_path, workers, options):
     found = move(run, model, tmp_path, workers, **options)
     check(found, stayed, model)
     assert found.sent == len(found.computed) and found.computed == [1] * found.sent
 
 
-def test_requests_wait_with_their_kv_and_are_preempted_later(model, stayed, tmp_path):
+def test_requests_wait_with_their_kv_and_are_preempted_later(run, model, stayed, tmp_path):
     """7 blocks of 128 for prompts that need 11: what is preempted has no KV to load any more."""
     found = move(run, model, tmp_path, target={"num_gpu_blocks_override": 7}, cut=19)
     check(found, stayed, model)
     assert found.computed == [1] * found.sent and found.preempted
 
 
-def test_without_usable_kv_the_target_computes_all(model, stayed, tmp_path):
+def test_without_usable_kv_the_target_computes_all(run, model, stayed, tmp_path):
     def spoil(directory: Path) -> None:
         kv = directory / "0.kv"
         number = int(directory.name.split("-")[1])
