@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -42,3 +43,14 @@ def launch(tiny, monkeypatch):
         return server.engine_args
 
     return launch
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A random Qwen3-MoE."""
+    from ascend_rl.recipe.tiny import make_model, make_tokenizer
+
+    path, tokenizer = tmp_path_factory.mktemp("moe"), make_tokenizer()
+    tokenizer.save_pretrained(path)
+    make_model(tokenizer, seed=0, moe=True).save_pretrained(path)
+    return path

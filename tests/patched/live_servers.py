@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -17,7 +18,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from ascend_rl.rollout import sample_placer
+from ascend_rl.rollout import sample_placer, server_restart
 from ascend_rl.rollout.request_mover import server_of
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
@@ -200,3 +201,13 @@ def hold_kv(server: vLLMHttpServer) -> None:
 
 def depot(server: vLLMHttpServer) -> list[str]:
     return [str(server.kv_depot.directory)]
+
+
+def trainer_of(config, workers: list) -> SimpleNamespace:
+    """What RayPPOTrainer has: verl's manager, and a sync of weights (that does nothing), with restarts."""
+    group, synced = SimpleNamespace(world_size=len(workers), workers=workers), []
+    manager = AgentLoopManager.create(config, worker_group=group)
+    weights = SimpleNamespace(update_weights=lambda global_steps: [ray.put(synced.append(global_steps))])
+    checkpoints = SimpleNamespace(backend="naive", trainer=weights)
+    server_restart.attach(manager, checkpoints)
+    return SimpleNamespace(manager=manager, checkpoints=checkpoints, synced=synced)

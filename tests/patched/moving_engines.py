@@ -155,6 +155,19 @@ def move(
     )
 
 
+def check(found: SimpleNamespace, stayed: list[dict], model: Path) -> None:
+    """What moved answers as what stayed and as Hugging Face, and nothing is left of its KV."""
+    assert found.tokens == [one["tokens"] for one in stayed]
+    difference = worst(found.log_probs, [one["log_probs"] for one in stayed])
+    error = worst(found.log_probs, hugging_face(model, found.prompts, found.tokens))
+    print(
+        f"\ncomputed {found.computed} of {found.lengths}; preempted {found.preempted}; log-probs differ by "
+        f"{difference:.1e}, from Hugging Face by {error:.1e}"
+    )
+    assert max(difference, error) < 1e-5
+    assert not found.left
+
+
 def worst(a: list[list[float]], b: list[list[float]]) -> float:
     """The largest difference of a log-prob."""
     rows = zip(a, b, strict=True)

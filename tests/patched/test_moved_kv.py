@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from moving_engines import LENGTHS, hugging_face, move, prompts_of, stay, worst
+from moving_engines import LENGTHS, check, move, prompts_of, stay
 from npu_ground import save_random_model
 from warm import Warm
 
@@ -31,18 +31,6 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def stayed(run, model):
     return run(stay, str(model), prompts_of(LENGTHS))
-
-
-def check(found, stayed, model) -> None:
-    assert found.tokens == [one["tokens"] for one in stayed]
-    difference = worst(found.log_probs, [one["log_probs"] for one in stayed])
-    error = worst(found.log_probs, hugging_face(model, found.prompts, found.tokens))
-    print(
-        f"\ncomputed {found.computed} of {found.lengths}; preempted {found.preempted}; log-probs differ by "
-        f"{difference:.1e}, from Hugging Face by {error:.1e}"
-    )
-    assert max(difference, error) < 1e-5
-    assert not found.left
 
 
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}

@@ -23,11 +23,10 @@ DEADLINE_S = 8
 
 @pytest.fixture(scope="module")
 def trainer(tiny, tmp_path_factory):
-    """What RayPPOTrainer has: verl's manager of two replicas, and a sync of weights (that does nothing)."""
+    """Two replicas, and the adapter of a training worker."""
     import ray
-    from live_servers import configuration
+    from live_servers import configuration, trainer_of
 
-    from verl.experimental.agent_loop import AgentLoopManager
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
     sign = tmp_path_factory.mktemp("launcher") / "progress"
@@ -47,19 +46,13 @@ def trainer(tiny, tmp_path_factory):
 
         workers = [Worker.remote() for _ in range(2)]
         config = configuration(tiny / "model", tmp_path_factory.mktemp("servers"))
-        group = SimpleNamespace(world_size=2, workers=workers)
-        manager = AgentLoopManager.create(config, worker_group=group)
-        synced = []
-        weights = SimpleNamespace(
-            update_weights=lambda global_steps: [ray.put(synced.append(global_steps))],
-        )
-        checkpoints = SimpleNamespace(backend="naive", trainer=weights)
-        server_restart.attach(manager, checkpoints)
+        trainer = trainer_of(config, workers)
         assert progress.answered_for(str(sign), progress.VLLM)
         adapter = object.__new__(ServerAdapter)  # a training worker's
         adapter.replica_rank = adapter.node_rank = adapter.rollout_rank = 0
         adapter.server_handle = None
-        yield SimpleNamespace(manager=manager, checkpoints=checkpoints, synced=synced, adapter=adapter)
+        trainer.adapter = adapter
+        yield trainer
         ray.shutdown()
 
 

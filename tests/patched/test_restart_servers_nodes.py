@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -23,24 +22,13 @@ SERVERS, NODES, DEADLINE_S = 2, 2, 300
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    """A random Qwen3-MoE: only engines that share experts span nodes in verl."""
-    from ascend_rl.recipe.tiny import make_model, make_tokenizer
-
-    path, tokenizer = tmp_path_factory.mktemp("moe"), make_tokenizer()
-    tokenizer.save_pretrained(path)
-    make_model(tokenizer, seed=0, moe=True).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def trainer(checkpoint, tmp_path_factory):
-    """Two raylets with a die of each server; a server is one engine on each, which share the experts."""
+    """Two raylets with a die of each server; a server is one engine on each, which share the experts: only
+    such span nodes in verl.
+    """
     import ray
-    from live_servers import configuration
+    from live_servers import configuration, trainer_of
     from ray.cluster_utils import Cluster
-
-    from verl.experimental.agent_loop import AgentLoopManager
 
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as patch:
@@ -71,15 +59,7 @@ def trainer(checkpoint, tmp_path_factory):
             checkpoint, tmp_path_factory.mktemp("servers"),
             *(f"actor_rollout_ref.rollout.{key}={value}" for key, value in sizes.items()),
         )  # fmt: skip
-        group = SimpleNamespace(world_size=len(workers), workers=workers)
-        manager = AgentLoopManager.create(config, worker_group=group)
-        synced = []
-        weights = SimpleNamespace(
-            update_weights=lambda global_steps: [ray.put(synced.append(global_steps))],
-        )
-        checkpoints = SimpleNamespace(backend="naive", trainer=weights)
-        server_restart.attach(manager, checkpoints)
-        yield SimpleNamespace(manager=manager, checkpoints=checkpoints, synced=synced)
+        yield trainer_of(config, workers)
         ray.shutdown()
         cluster.shutdown()
 

@@ -45,17 +45,6 @@ def test_off_by_default_and_two_ways_to_switch_it_on(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    """A random Qwen3-MoE."""
-    from ascend_rl.recipe.tiny import make_model, make_tokenizer
-
-    path, tokenizer = tmp_path_factory.mktemp("moe"), make_tokenizer()
-    tokenizer.save_pretrained(path)
-    make_model(tokenizer, seed=0, moe=True).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def started(tmp_path_factory):
     """Ray."""
     import ray

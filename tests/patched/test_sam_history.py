@@ -73,17 +73,14 @@ MOVES = "actor_rollout_ref.rollout.rollout_rebalance"
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory):
+def engines(checkpoint, tmp_path_factory):
     """verl's manager over real servers, one of them with two DP engines, and what happened in the engines."""
     import ray
     from live_servers import Servers, configuration
 
-    from ascend_rl.recipe.tiny import make_model, make_tokenizer
     from ascend_rl.settings.counts import VARIABLE, counted
 
-    path, tokenizer = tmp_path_factory.mktemp("moe"), make_tokenizer()
-    tokenizer.save_pretrained(path)
-    make_model(tokenizer, seed=0, moe=True).save_pretrained(path)
+    path = tmp_path_factory.mktemp("engines")
 
     class Counting(Servers):
         environment = {VARIABLE: str(path / "counts")}
@@ -94,7 +91,7 @@ def engines(tmp_path_factory):
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     moves = [f"{MOVES}.enable=True", f"{MOVES}.check_interval_s=0.03"]
     drafts = [SAM, f"{VLLM}.speculative_config.num_speculative_tokens=3"]
-    manager = Counting.create(configuration(path, path, *moves, *drafts))
+    manager = Counting.create(configuration(checkpoint, path, *moves, *drafts))
     yield manager, lambda: counted(path / "counts")
     ray.shutdown()
 
