@@ -104,7 +104,7 @@ def test_batches_of_a_step_are_one():
         {"rollout/kv_cache_usage/max": 0.9, "rollout/num_preempted": 2, "rollout/drafted": 30,
          "rollout/accepted": 19, "rollout/requests/0/max": 3},
     ]  # fmt: skip
-    timing = merge_timings([slowest | batch for batch in batches])
+    timing = merge_timings([slowest | batch for batch in batches], sizes=[1, 1])
     assert step_metrics(timing, {}) == {
         "rollout/kv_cache_usage/max": 0.9, "rollout/num_preempted": 3, "rollout/spec_acceptance": 0.5,
         "rollout/requests/0/max": 4,
