@@ -564,7 +564,7 @@ def test_deadlines_that_are_met(runner):
 @pytest.mark.long
 def test_generation_batches_of_a_step_are_progress(runner):
     """Of DAPO's first step too: none is longer than --start and --stall, both steps are."""
-    said = DynamicSampling(prompts=2, samples=2, max_batches=0, pass_batches=9).said()
+    said = DynamicSampling(prompts=2, samples=2, batch=2, unit=1, max_batches=0, data=18).said()
     batches = f"for i in 1 2 3 4; do sleep 3; echo '(TaskRunner pid=7) {said}'; done; "
     script = batches + f"printf '{STEP.format(1)}'; {batches}"
     result = runner.run("bash", "-c", script, options=("--stall", 8, "--start", 8))
