@@ -31,6 +31,7 @@ from ascend_rl.rollout.request_mover import (
     split_servers,
 )
 from ascend_rl.rollout.rollout_rebalance import Move, Request
+from ascend_rl.rollout.server_restart import let_requests_go_on
 from ascend_rl.settings.switch import CannotWork
 from ascend_rl.speculation.response_history import KEY
 
@@ -283,6 +284,15 @@ def test_moved_requests_end_as_if_they_had_stayed(engines, params):
     assert all(len(o.token_ids) <= limit for o, limit in zip(found, limits, strict=True))
     assert any(len(o.token_ids) == limit for o, limit in zip(found, limits, strict=True))
     assert all(len(o.token_ids) > params.get("min_tokens", 0) for o in found)
+
+
+def test_requests_move_where_servers_are_also_started_again():
+    moved = Rollout()
+    let_requests_go_on(SimpleNamespace(server_manager=moved))
+    requests = some_requests(1)
+    stayed = Rollout().run(requests)
+    assert [o.token_ids for o in moved.run(requests, somewhere(1))] == [o.token_ids for o in stayed]
+    assert moved.metrics["moves_running"] > 5
 
 
 def test_a_moved_request_takes_new_random_numbers():

@@ -368,8 +368,7 @@ async def generate(
             if target is None:
                 manager._release_server(server_id)
                 return output
-            if manager._moves.send_kv_tokens:
-                kv = await server.sent_kv.remote(hop)
+            kv = await server.sent_kv.remote(hop)
             manager._release_server(server_id)
         except BaseException as error:
             gone = has_died(error, actor_died)
