@@ -138,9 +138,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """For pytest -n: one process runs all tests of a file: they share fixtures. Proofs share nothing.
+    """For pytest -n 3: one process runs all tests of a file: they share fixtures. Proofs share nothing.
 
-    Beside other tests one process runs all real runs: each has two workers or more.
+    One process runs all real runs: each has two workers or more, and two at a time need too much memory.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -149,8 +149,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
             file = nodeid.partition("::")[0]
             if file.endswith("/test_left_out.py"):
                 return nodeid
-            return "tests/e2e" if "/e2e/" in file and not only_real_runs else file
+            return "tests/e2e" if "/e2e/" in file else file
 
-    only_real_runs = config.args == ["tests/e2e"]
     config.option.loadscopereorder = False  # in the order above
     return ByFile(config, log)
