@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -145,6 +146,24 @@ def test_what_a_draft_costs_decides():
             any(runner.step({name: [int(rng.integers(0, 3))] for name in names}).values()) for _ in range(400)
         ]
         assert least <= np.mean(steps[100:]) <= most
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_tokens_of_a_step_emit_most_for_its_time(seed):
+    """Of all ways to shorten four drafts, with times that rise in steps and chances that tie."""
+    rng = np.random.default_rng(seed)
+    sizes = np.cumsum([1, *rng.integers(1, 9, 3)]).tolist()
+    steps = dict(zip(map(str, sizes), np.cumsum(rng.random(4) + 0.05).tolist(), strict=True))
+    proposer = SamProposer(4, 100, {"step_times": steps})
+    proposer.came_true = rng.random()
+    chances = [np.cumprod(rng.integers(1, 5, n) / 4) for n in rng.integers(0, 5, 4)]
+
+    def rate(lengths) -> float:
+        right = sum(of[:n].sum() for of, n in zip(chances, lengths, strict=True))
+        return (4 + proposer.trust * right) / step_time(proposer.times, 4 + sum(lengths))
+
+    every = [lengths for lengths in product(*(range(len(of) + 1) for of in chances)) if any(lengths)]
+    assert rate(proposer._best_lengths(chances, 4)) == pytest.approx(max(map(rate, every)), rel=1e-12)
 
 
 def test_a_large_batch_is_looked_at_rarely_while_drafts_do_not_pay():

@@ -18,6 +18,9 @@ from __future__ import annotations
 import argparse
 import os
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from ascend_rl.settings.counts import count
 from ascend_rl.settings.switch import CannotWork
 
@@ -71,12 +74,12 @@ def draft_gate(method: str | None, configured: int | None) -> DraftGate:
     return DraftGate(int(given))
 
 
-def step_time(measured: dict[int, float], tokens: int) -> float:
+def step_time(measured: dict[int, float], tokens: ArrayLike) -> np.ndarray:
     """Time of a step of ``tokens``, by linear interpolation and extrapolation of {tokens: time}."""
-    sizes = sorted(measured)
-    right = next((i for i, size in enumerate(sizes) if size >= tokens and i), len(sizes) - 1)
-    low, high = sizes[right - 1], sizes[right]
-    return measured[low] + (tokens - low) * (measured[high] - measured[low]) / (high - low)
+    sizes, times = map(np.array, zip(*sorted(measured.items()), strict=True))
+    right = np.clip(np.searchsorted(sizes, tokens), 1, len(sizes) - 1)
+    slope = (times[right] - times[right - 1]) / (sizes[right] - sizes[right - 1])
+    return times[right - 1] + (tokens - sizes[right - 1]) * slope
 
 
 def threshold(measured: dict[int, float], draft_tokens: int, emitted: float) -> int:

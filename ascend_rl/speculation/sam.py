@@ -55,7 +55,6 @@ IDLE, ADDING, REDIRECTING = range(3)
 BUDGET, LEARNING, STARTS, LOOKAHEAD = 16384, 32, 12, 6
 # Odds: 16 classes of suffix length, then the table's contexts by length; each without and with AGAIN.
 LENGTH_CLASSES, RATE = 16, 1 / 64
-EXPECTED = -1  # the last of the odds is not one: the tokens of the latest draft that are expected to be right
 ORDERS, PLACES = 5, 1 << 21
 SEED = np.uint64(0x243F6A8885A308D3)  # any number that is not a token
 REPLACED, FULL, NEGATIVE = -1, -2, -3
@@ -451,24 +450,27 @@ def _best_suffix(mem, odds, text, k):
     return start
 
 
-@njit(DRAFTED(MEM, ODDS, INT, MEM, INT, REAL), cache=True)
-def _follow(mem, odds, start, out, k, worth):
-    """Draft into out[:k] what last followed a suffix. Returns the number drafted and that expected right."""
+@njit(DRAFTED(MEM, ODDS, INT, MEM, ODDS, INT, REAL), cache=True)
+def _follow(mem, odds, start, out, chances, k, worth):
+    """Draft into out[:k] what last followed a suffix, and into chances[:k] how likely it is right so far.
+
+    Returns the number drafted and that expected right.
+    """
     drafted, value, at, chance = 0, 0.0, start, 1.0
     while drafted < k and mem[at + TOKEN] >= 0:
         chance *= _path_odds(mem, odds, start, at, drafted)
         if chance < worth:
             break
-        out[drafted] = mem[at + TOKEN]
+        out[drafted], chances[drafted] = mem[at + TOKEN], chance
         value += chance
         drafted += 1
         at = mem[at + TO]
     return drafted, value
 
 
-@njit(DRAFTED(MEM, ODDS, INT, MEM, INT, REAL), cache=True)
-def _follow_table(mem, odds, text, out, k, worth):
-    """The same into out[k:], from the table's entries for the last tokens, drafted ones included."""
+@njit(DRAFTED(MEM, ODDS, INT, MEM, ODDS, INT, REAL), cache=True)
+def _follow_table(mem, odds, text, out, chances, k, worth):
+    """The same into out[k:] and chances[k:], from the table's entries for the last tokens, drafted or not."""
     drafted, value, chance = 0, 0.0, 1.0
     while drafted < k:
         guess, likely, hashed = 0, 0.0, SEED
@@ -483,29 +485,29 @@ def _follow_table(mem, odds, text, out, k, worth):
         chance *= likely
         if guess == 0 or chance < worth:
             break
-        out[k + drafted] = guess - 1
+        out[k + drafted], chances[k + drafted] = guess - 1, chance
         value += chance
         drafted += 1
     return drafted, value
 
 
-@njit(INT(MEM, ODDS, INT, MEM, INT, REAL), cache=True)
-def _draft(mem, odds, text, out, k, worth):
-    """Draft into out[:k]; out[k:] is scratch space. Returns the number of tokens."""
+@njit(INT(MEM, ODDS, INT, MEM, ODDS, INT, REAL), cache=True)
+def _draft(mem, odds, text, out, chances, k, worth):
+    """Draft into out[:k] and chances[:k]; the rest is scratch space. Returns the number of tokens."""
     start, drafted, value = _best_suffix(mem, odds, text, k), 0, 0.0
     if start:
-        drafted, value = _follow(mem, odds, start, out, k, worth)
+        drafted, value = _follow(mem, odds, start, out, chances, k, worth)
     if mem[SHARING]:
-        others, their_value = _follow_table(mem, odds, text, out, k, worth)
+        others, their_value = _follow_table(mem, odds, text, out, chances, k, worth)
         if their_value > value:
             _copy(out, 0, k, others)
-            drafted, value = others, their_value
-    odds[EXPECTED] = value
+            chances[:others] = chances[k : k + others]
+            drafted = others
     return drafted
 
 
-@njit([INT(MEM, ODDS, INT, tokens, MEM, INT, REAL) for tokens in TEXTS], cache=True)
-def _propose(mem, odds, text, tokens, out, k, worth):
+@njit([INT(MEM, ODDS, INT, tokens, MEM, ODDS, INT, REAL) for tokens in TEXTS], cache=True)
+def _propose(mem, odds, text, tokens, out, chances, k, worth):
     """Take in the new tokens, then draft. Returns the number of drafted tokens, or why there are none."""
     group, n = mem[text + GROUP], len(tokens)
     if n < mem[text + SEEN]:
@@ -537,7 +539,7 @@ def _propose(mem, odds, text, tokens, out, k, worth):
         if tokens[seen] < 0:
             return NEGATIVE
         _begin(mem, group, whose, tokens[seen])
-    return _draft(mem, odds, text, out, k, worth)
+    return _draft(mem, odds, text, out, chances, k, worth)
 
 
 @njit([types.int64[::1](tokens) for tokens in TEXTS], cache=True)
@@ -561,7 +563,8 @@ class SamDrafter:
         worth: a draft ends before a token whose odds of being accepted are lower than this.
 
     Attributes:
-        expected: how many tokens of the latest draft are expected to be right, by what was learned so far.
+        chances: [tokens] of the latest draft: how likely it is right up to and with each of its tokens, by
+            what was learned so far. Their sum is the number of tokens expected to be right.
     """
 
     def __init__(
@@ -592,9 +595,10 @@ class SamDrafter:
         self._memory[self._memory[TABLE] : first * CHUNK] = 0
         # Initial odds, close to those of mathematics and code.
         lengths = np.array([*range(LENGTH_CLASSES), *range(ORDERS + 1)])
-        odds = np.stack([lengths / (lengths + 2.5), (lengths / (lengths + 2.5)) ** 0.5], axis=1).ravel()
-        self._odds = np.append(odds, 0.0)
+        once, again = lengths / (lengths + 2.5), (lengths / (lengths + 2.5)) ** 0.5
+        self._odds = np.stack([once, again], axis=1).ravel()
         self._draft = np.empty(2 * num_speculative_tokens, dtype=np.int32)
+        self._chances = np.empty(2 * num_speculative_tokens)
         self._k, self._share, self._worth = num_speculative_tokens, share_groups, worth
         self._texts: dict[str, int] = {}
         self._keys: dict[str, tuple] = {}
@@ -651,7 +655,8 @@ class SamDrafter:
         text = self._texts.get(request_id)
         if text is None:
             text = self._start(request_id, tokens, prompt_tokens)
-        n = _propose(self._memory, self._odds, text, tokens, self._draft, self._k, self._worth)
+        work = self._draft, self._chances, self._k, self._worth
+        n = _propose(self._memory, self._odds, text, tokens, *work)
         while n < 0:
             if n == NEGATIVE:
                 raise ValueError(f"request {request_id!r} has a token below 0: pass those that were sampled")
@@ -661,8 +666,8 @@ class SamDrafter:
             elif not self._free_oldest():
                 n = 0
                 break
-            n = _propose(self._memory, self._odds, text, tokens, self._draft, self._k, self._worth)
-        self.expected = float(self._odds[EXPECTED]) if n else 0.0
+            n = _propose(self._memory, self._odds, text, tokens, *work)
+        self.chances = self._chances[:n].copy()
         return self._draft[:n].copy()
 
     def end(self, request_id: str) -> None:

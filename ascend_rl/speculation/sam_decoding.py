@@ -6,12 +6,13 @@ length), and not while its sampling needs something that is computed for one tok
 logit_bias, min_tokens not yet reached). This affects only speed, never what is emitted.
 
 The tokens of a rejected draft are computed for nothing, and a step takes as long as all its tokens need. So
-drafts are made for a whole step or not at all: if the tokens that they are expected to add, over the tokens
-that the step emits anyway, are at least the time they add, over the time without them. Times come from
+a step verifies those tokens of all drafts that are likeliest to be right, as many as make it emit most for
+its time. A graph takes whole drafts or none. Drafts pay if the tokens that they are expected to add, over
+those that the step emits anyway, are at least the time they add, over the time without them. Times come from
 measured steps, interpolated to the number of tokens (`step_time`), padding to a graph included. What the
-drafter expects is corrected by how much of it came true lately. Drafts that promise too little are tried
-now and then, for at most ALLOWANCE of the time, so that what is known of them stays true. A large batch is
-looked at more rarely while drafts do not pay, about LOOK_ROWS requests a step.
+drafter expects is corrected by how much of it came true lately. Drafts that do not pay are tried now and
+then, for at most ALLOWANCE of the time, so that what is known of them stays true. A large batch is looked at
+more rarely while drafts do not pay, about LOOK_ROWS requests a step.
 
 A request may bring earlier responses to its prompt (`response_history`). They are taken in piece by piece.
 
@@ -100,7 +101,7 @@ class SamProposer:
         self.known: set[str] = set()  # requests the drafter knows
         self.drafted: set[str] = set()  # requests whose drafts are being verified
         self.expected = 0.0  # tokens of these drafts that should be right
-        self.came_true = self.promised = 0.0  # tokens of lately verified drafts: right, and expected right
+        self.came_true = self.promised = 1.0  # tokens of lately verified drafts: right, and expected right
         self.wait = 0  # steps until the next look
         self.allowed = MOST_ALLOWED  # time for trials, in steps
         self.paid = 0.0  # for the drafts that are being verified, if they are a trial
@@ -136,16 +137,21 @@ class SamProposer:
         if self.wait:
             self.wait -= 1
             return none
-        drafts, expected = [], 0.0
+        drafts, chances = [], []
         for row, (request_id, sampled) in enumerate(zip(input_batch.req_ids, sampled_token_ids, strict=True)):
             drafts.append(self._draft(request_id, row, input_batch, requests) if sampled else [])
-            expected += self.drafter.expected if drafts[-1] else 0.0
-        if graph_tokens is not None and all(sampled_token_ids) and any(drafts):
+            chances.append(self.drafter.chances[: len(drafts[-1])])
+        rows = sum(map(bool, sampled_token_ids))
+        lengths = [len(draft) for draft in drafts]
+        if graph_tokens is not None and rows == len(drafts) and any(drafts):
             drafts = self._pad(drafts, input_batch, requests, graph_tokens)
-        # After a part of a prompt comes the next part, and no graph.
-        tokens, rows = sum(map(len, drafts)), sum(map(bool, sampled_token_ids))
+        else:  # no graph, as after a part of a prompt, which the next part follows
+            lengths = self._best_lengths(chances, rows)
+            drafts = [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
+        expected = sum(float(of[:length].sum()) for of, length in zip(chances, lengths, strict=True))
+        tokens = sum(map(len, drafts))
         self.allowed = min(self.allowed + ALLOWANCE, MOST_ALLOWED)
-        price = self.price(rows, tokens)
+        price = self.price(rows, tokens) if tokens else 0.0
         trial = expected * self.trust < price * rows
         if not tokens or (trial and price > self.allowed):
             self.wait = rows // LOOK_ROWS
@@ -160,11 +166,26 @@ class SamProposer:
     @property
     def trust(self) -> float:
         """What to multiply expected tokens with: how many of those expected lately came true; at first 1."""
-        return (self.came_true + 1) / (self.promised + 1)
+        return self.came_true / self.promised
 
     def price(self, rows: int, tokens: int) -> float:
         """Time that ``tokens`` of drafts add to a step of ``rows``, over that of the step without them."""
         return step_time(self.times, rows + tokens) / step_time(self.times, rows) - 1
+
+    def _best_lengths(self, chances: list[np.ndarray], rows: int) -> list[int]:
+        """How many tokens of each draft to verify for most emitted tokens per time; at least one in all.
+
+        These are n of those likeliest to be right: the step emits rows + (right of n) in time(rows + n).
+        """
+        lengths = [len(of) for of in chances]
+        if not any(lengths):
+            return lengths
+        of_all = np.concatenate(chances)
+        order = np.argsort(-of_all, kind="stable")  # of a draft the first tokens: its chances never rise
+        emitted = rows + self.trust * np.cumsum(of_all[order])
+        best = np.argmax(emitted / step_time(self.times, rows + 1 + np.arange(len(order)))) + 1
+        taken = np.repeat(np.arange(len(lengths)), lengths)[order[:best]]
+        return np.bincount(taken, minlength=len(lengths)).tolist()
 
     def _learn(self, req_ids: list[str], sampled_token_ids: list[list[int]]) -> None:
         """Compare what was emitted with what was expected. A trial gets its price back if it paid off."""
