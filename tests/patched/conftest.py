@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,22 @@ def launch(tiny, monkeypatch):
         return server.engine_args
 
     return launch
+
+
+@pytest.fixture(scope="module")
+def start_ray():
+    """Called with the arguments of ray.init: Ray, whose processes import from here too, for one module."""
+    import ray
+
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    def start(address: str = "local", **given):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", paths)
+            ray.init(address, log_to_driver=False, **given)
+
+    yield start
+    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -22,7 +21,7 @@ DEADLINE_S = 8
 
 
 @pytest.fixture(scope="module")
-def trainer(tiny, tmp_path_factory):
+def trainer(start_ray, tiny, tmp_path_factory):
     """Two replicas, and the adapter of a training worker."""
     import ray
     from live_servers import configuration, trainer_of
@@ -30,15 +29,13 @@ def trainer(tiny, tmp_path_factory):
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
     sign = tmp_path_factory.mktemp("launcher") / "progress"
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         patch.setenv(progress.FILE, str(sign))
         patch.setenv(server_restart.SWITCH, "1")
         patch.setenv(server_restart.DEADLINE, str(DEADLINE_S))
         patch.setattr(server_restart, "CHECK_S", 0.5)
         patch.setattr(server_restart, "ANSWER_S", 2.0)
-        ray.init("local", num_cpus=4, resources={"NPU": 2}, include_dashboard=False, log_to_driver=False)
+        start_ray(num_cpus=4, resources={"NPU": 2}, include_dashboard=False)
 
         @ray.remote(num_cpus=0, resources={"NPU": 1})  # verl asks its training workers where they are
         class Worker:
@@ -53,7 +50,6 @@ def trainer(tiny, tmp_path_factory):
         adapter.server_handle = None
         trainer.adapter = adapter
         yield trainer
-        ray.shutdown()
 
 
 class Played:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -22,35 +20,44 @@ SERVERS, NODES, DEADLINE_S = 2, 2, 300
 
 
 @pytest.fixture(scope="module")
-def trainer(checkpoint, tmp_path_factory):
-    """Two raylets with a die of each server; a server is one engine on each, which share the experts: only
-    such span nodes in verl.
-    """
-    import ray
-    from live_servers import configuration, trainer_of
+def cluster():
+    """Two raylets with a die of each server."""
     from ray.cluster_utils import Cluster
 
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        patch.setenv(progress.FILE, str(tmp_path_factory.mktemp("launcher") / "progress"))
-        patch.setenv(server_restart.SWITCH, "1")
-        patch.setenv(server_restart.DEADLINE, str(DEADLINE_S))
-        patch.setattr(server_restart, "CHECK_S", 1.0)
-        cluster = Cluster()
+    cluster = Cluster()
+    try:
         for node in range(NODES):
             cluster.add_node(
                 num_cpus=8, resources={"NPU": SERVERS, f"node_{node}": 99}, include_dashboard=False
             )
-        ray.init(cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def trainer(cluster, start_ray, checkpoint, tmp_path_factory):
+    """A server is one engine on each node, which share the experts: only such span nodes in verl."""
+    import ray
+    from live_servers import configuration, trainer_of
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(progress.FILE, str(tmp_path_factory.mktemp("launcher") / "progress"))
+        patch.setenv(server_restart.SWITCH, "1")
+        patch.setenv(server_restart.DEADLINE, str(DEADLINE_S))
+        patch.setattr(server_restart, "CHECK_S", 1.0)
+        start_ray(cluster.address)
 
         @ray.remote(num_cpus=0)
         class Worker:
             pass
 
         workers = [
-            Worker.options(resources={"NPU": 1, f"node_{node}": 1}).remote()
-            for _ in range(SERVERS)
+            # Detached: of others Ray has said, on a loaded machine, that nobody referred to them any more.
+            Worker.options(
+                lifetime="detached", name=f"{server}/{node}", resources={"NPU": 1, f"node_{node}": 1}
+            ).remote()
+            for server in range(SERVERS)
             for node in range(NODES)
         ]
         sizes = {"data_parallel_size": NODES, "expert_parallel_size": NODES, "n_gpus_per_node": 1,
@@ -60,8 +67,6 @@ def trainer(checkpoint, tmp_path_factory):
             *(f"actor_rollout_ref.rollout.{key}={value}" for key, value in sizes.items()),
         )  # fmt: skip
         yield trainer_of(config, workers)
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def rollout(trainer) -> tuple[list[list[int]], dict]:

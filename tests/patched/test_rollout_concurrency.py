@@ -5,33 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 
-import pytest
-
 REQUESTS = 512 * 16
 LAYOUT = {"tensor_model_parallel_size": 4, "data_parallel_size": 32, "expert_parallel_size": 128,
           "max_num_seqs": 256}  # fmt: skip
 
 
-@pytest.fixture
-def ray(monkeypatch):
-    import os
-    from pathlib import Path
-
-    import ray
-
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    ray.init("local", num_cpus=2, resources={"NPU": 128}, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
-def test_all_requests_of_a_step_are_let_in_and_questions_are_answered_meanwhile(ray, tiny, tmp_path):
+def test_all_requests_of_a_step_are_let_in_and_questions_are_answered_meanwhile(start_ray, tiny, tmp_path):
     import admitting_server
+    import ray
     from hydra import compose, initialize_config_module
 
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
+    start_ray(num_cpus=2, resources={"NPU": 128}, include_dashboard=False)
     overrides = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in LAYOUT.items()]
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose(

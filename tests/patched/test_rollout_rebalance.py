@@ -45,16 +45,9 @@ def test_off_by_default_and_two_ways_to_switch_it_on(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory):
+def started(start_ray):
     """Ray."""
-    import ray
-
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # the servers' processes import live_servers too
-        ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    start_ray(num_cpus=8, include_dashboard=False)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -73,9 +71,8 @@ MOVES = "actor_rollout_ref.rollout.rollout_rebalance"
 
 
 @pytest.fixture(scope="module")
-def engines(checkpoint, tmp_path_factory):
+def engines(start_ray, checkpoint, tmp_path_factory):
     """verl's manager over real servers, one of them with two DP engines, and what happened in the engines."""
-    import ray
     from live_servers import Servers, configuration
 
     from ascend_rl.settings.counts import VARIABLE, counted
@@ -85,15 +82,11 @@ def engines(checkpoint, tmp_path_factory):
     class Counting(Servers):
         environment = {VARIABLE: str(path / "counts")}
 
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    start_ray(num_cpus=4, include_dashboard=False)
     moves = [f"{MOVES}.enable=True", f"{MOVES}.check_interval_s=0.03"]
     drafts = [SAM, f"{VLLM}.speculative_config.num_speculative_tokens=3"]
     manager = Counting.create(configuration(checkpoint, path, *moves, *drafts))
-    yield manager, lambda: counted(path / "counts")
-    ray.shutdown()
+    return manager, lambda: counted(path / "counts")
 
 
 def test_real_engines_take_in_what_a_sample_brings_and_it_can_still_move(engines):
