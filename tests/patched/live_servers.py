@@ -142,24 +142,24 @@ def steps_done(server: vLLMHttpServer) -> list[int]:
     return client.steps_done
 
 
-def prefills_of_moves(server: vLLMHttpServer) -> list[tuple[int, str]]:
-    """Of each moved request, since the first call: the step of its engine with its prefill, its id."""
-    client = server.engine.engine_core
+def prefills(server: vLLMHttpServer) -> list[tuple[str, int, int]]:
+    """Of each request that began since the first call: its id, its engine's step, prompt tokens computed."""
+    client, states = server.engine.engine_core, server.engine.output_processor.request_states
     if not hasattr(client, "prefills"):
-        client.prefills, client.begun, get_output = [], set(), client.get_output_async
+        client.prefills, get_output = {}, client.get_output_async
         steps = [0] * len(client.core_engines)
 
         async def counted():
             outputs = await get_output()
             steps[outputs.engine_index] += 1
-            begun = {output.request_id for output in outputs.outputs if output.new_token_ids} - client.begun
-            client.begun |= begun
-            moved = sorted(id for id in begun if not id.endswith("/0"))
-            client.prefills += [(steps[outputs.engine_index], id) for id in moved]
+            for output in outputs.outputs:
+                if output.request_id in states:
+                    computed = states[output.request_id].prompt_len - output.num_cached_tokens
+                    client.prefills.setdefault(output.request_id, (steps[outputs.engine_index], computed))
             return outputs
 
         client.get_output_async = counted
-    return client.prefills
+    return [(id, *prefill) for id, prefill in client.prefills.items()]
 
 
 def requests_unfinished(server: vLLMHttpServer) -> int:
@@ -170,24 +170,6 @@ def engine_pids(server: vLLMHttpServer) -> list[int]:
     engines = [c for c in psutil.Process().children(recursive=True) if "EngineCor" in c.name()]
     assert len(engines) == len(server.engine.engine_core.core_engines)
     return [engine.pid for engine in engines]
-
-
-def prefills(server: vLLMHttpServer) -> list[tuple[str, int]]:
-    """Prompt tokens that the engines computed, by request, since the first call; vLLM's own count."""
-    client, states = server.engine.engine_core, server.engine.output_processor.request_states
-    if not hasattr(client, "prefills"):
-        client.prefills, get_output = {}, client.get_output_async
-
-        async def counted():
-            outputs = await get_output()
-            for output in outputs.outputs:
-                if output.request_id in states:
-                    prompt = states[output.request_id].prompt_len
-                    client.prefills.setdefault(output.request_id, prompt - output.num_cached_tokens)
-            return outputs
-
-        client.get_output_async = counted
-    return list(client.prefills.items())
 
 
 def take_own_weights(server: vLLMHttpServer) -> list[None]:

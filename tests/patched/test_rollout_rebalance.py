@@ -307,8 +307,8 @@ def test_running_requests_take_their_kv_along(sending, unmoved, model):
     mover = at_random(sending, random.Random(1), check_interval_s=0.1, send_kv_tokens=16)
     found = rollout(sending, SKEWED, mover=mover)
     difference, error, did = same(found, unmoved), model(found.responses), mover.metrics()
-    computed = dict(asyncio.run(sending.on_servers(prefills)))
-    after_moves = [tokens for name, tokens in computed.items() if not name.endswith("/0")]
+    computed = asyncio.run(sending.on_servers(prefills))
+    after_moves = [tokens for name, _, tokens in computed if not name.endswith("/0")]
     one = after_moves.count(1)
     print(
         f"\n{one} of {len(after_moves)} moved requests computed one token; log-probs differ by "
@@ -360,7 +360,7 @@ def test_the_requests_of_a_plan_are_computed_together(started, checkpoint, tmp_p
     """A step with a prefill goes without a graph on all ranks, so moves should not need many. Four agent loop
     workers carry them, each at its own pace.
     """
-    from live_servers import Servers, configuration, prefills_of_moves
+    from live_servers import Servers, configuration, prefills
 
     class OneServer(Servers):
         engines, devices = (2,), ("",)
@@ -375,7 +375,7 @@ def test_the_requests_of_a_plan_are_computed_together(started, checkpoint, tmp_p
     sampling = [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 150, "engine": 0} for _ in range(24)]
     rollout(manager, [one | {"max_tokens": 3} for one in sampling])  # the first requests are slow
     source, target = manager.server_addresses
-    asyncio.run(manager.on_servers(prefills_of_moves))
+    asyncio.run(manager.on_servers(prefills))
     plans = []
 
     def once(servers, gears):
@@ -389,15 +389,16 @@ def test_the_requests_of_a_plan_are_computed_together(started, checkpoint, tmp_p
     steps = []
     for _ in range(3):
         plans.clear()
-        before = len(asyncio.run(manager.on_servers(prefills_of_moves)))
+        before = {id for id, *_ in asyncio.run(manager.on_servers(prefills))}
         rollout(
             manager,
             sampling,
             RequestMover(handles, RolloutRebalanceConfig(True, 0.05), once),
             lambda: asyncio.sleep(0),
         )
-        prefills = asyncio.run(manager.on_servers(prefills_of_moves))[before:]
-        assert len(prefills) == len(plans[0]) == 16
-        steps.append(len({step for step, _ in prefills}))
+        began = [(id, step) for id, step, _ in asyncio.run(manager.on_servers(prefills)) if id not in before]
+        moved = [step for id, step in began if not id.endswith("/0")]
+        assert len(moved) == len(plans[0]) == 16
+        steps.append(len(set(moved)))
     print(f"\n16 moves of a plan: their prefills are in {steps} steps")
     assert max(steps) <= 8
