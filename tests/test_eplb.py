@@ -607,6 +607,90 @@ def test_the_search_finds_counts_with_less_excess():
     assert np.median(ratios) < 0.1 and max(ratios) <= 1
 
 
+def folded(w: np.ndarray, counts: np.ndarray) -> float:
+    """The peak of the best pairs: the largest copy with the smallest, the next with the next."""
+    copies = np.sort(np.repeat(w / counts, counts))
+    return (copies + copies[::-1]).max()
+
+
+def pair_layers(count: int, seed: int, ranks: int = 32):
+    """Layers for two slots a rank, with copies: load [experts], counts [experts]."""
+    random = np.random.default_rng(seed)
+    for _ in range(count):
+        experts = int(random.integers(ranks // 2, 2 * ranks - 4))
+        w, counts = random.pareto(1.2, experts) + 0.01, np.empty(experts, np.int64)
+        eplb._min_max_counts(w * random.uniform(0.5, 1.5, experts), ranks, 2, counts)
+        yield random, w, counts
+
+
+def set_goal(w: np.ndarray, counts: np.ndarray, goal: float) -> tuple[float, np.ndarray]:
+    lack = np.empty(eplb.BINS, np.float32)
+    return float(eplb._set_goal(w, counts, goal, lack, np.zeros(len(w), bool))), lack
+
+
+def test_pairs_fit_below_a_goal_if_no_partner_is_missing():
+    """What fits in bins fits, and what fits with room for two bins fits in bins."""
+    above = 0
+    for random, w, counts in pair_layers(40, 9):
+        peak = folded(w, counts)
+        goal = peak * random.uniform(0.8, 1.1)
+        missing, lack = set_goal(w, counts, goal)
+        d = (np.repeat(w / counts, counts) / (goal / 2) - 1) * (eplb.BINS - 2)
+        k = np.arange(eplb.BINS)[:, None]
+        larger, smaller = (np.ceil(d) >= np.maximum(k, 1)).sum(1), ((d <= 0) & (np.ceil(d) <= -k)).sum(1)
+        assert k[-1] == eplb.BINS - 1 and np.array_equal(lack[:-1], (larger - smaller)[:-1])
+        assert lack[-1] == (np.repeat(w / counts, counts) > goal).sum()
+        assert missing == np.maximum(lack, 0).sum()
+        assert missing > 0 or peak <= goal * (1 + 1e-9)
+        above += missing > 0
+        assert set_goal(w, counts, peak * (1 + 2.1 / (eplb.BINS - 2)))[0] == 0
+    assert 0 < above < 40
+
+
+def test_a_move_changes_what_is_missing_as_counting_again_would():
+    for random, w, counts in pair_layers(20, 10):
+        goal = folded(w, counts) * random.uniform(0.9, 1.0)
+        lack = set_goal(w, counts, goal)[1]
+        fewer, more = (np.full((len(w), eplb.BINS), np.nan, np.float32) for _ in range(2))
+        several = np.empty(len(w), np.int64)
+        found = several[: eplb._with_copies(counts, several)].tolist()
+        assert found == np.flatnonzero(counts > 1).tolist()
+        for a in random.choice(found, 2):
+            b = int(random.choice([e for e in range(len(w)) if e != a]))
+            known = np.zeros(len(w), bool)
+            eplb._set_changes(w, counts, goal, int(a), known, fewer, more)
+            eplb._set_changes(w, counts, goal, b, known, fewer, more)
+            assert np.flatnonzero(known).tolist() == sorted([a, b])
+            after = counts.copy()
+            after[[a, b]] += [-1, 1]
+            missing, changed_lack = set_goal(w, after, goal)
+            assert np.array_equal(lack + fewer[a] + more[b], changed_lack)
+            assert eplb._missing_after(lack, fewer, a, more, b) == missing
+
+
+def test_the_search_by_pairs_lowers_the_peak():
+    gains = []
+    for seed, (_, w, counts) in enumerate(pair_layers(8, 11)):
+        bound = float(lower_bound(w[None], 32, 2)[0])
+        found, peak = counts.copy(), folded(w, counts)
+        eplb._search_pairs(w, found, 32, bound, peak, seed)
+        assert found.sum() == 64 and found.min() >= 1 and found.max() <= 32
+        assert folded(w, found) <= peak * (1 + 1e-9)
+        gains.append((folded(w, found) / bound - 1) / (peak / bound - 1 + 1e-9))
+        # With a target that is reached already nothing changes.
+        same = counts.copy()
+        eplb._search_pairs(w, same, 32, peak * 1.1, peak * 1.1, seed)
+        assert np.array_equal(same, counts)
+    assert np.median(gains) < 0.5
+
+
+def test_two_slots_on_many_ranks_are_searched_by_pairs():
+    """Here searches by rounds alone end 9.2 % above the bound on average."""
+    load = np.random.default_rng(13).gamma(1, 100, (4, 48))[[0, 3]]
+    over = rank_loads(load, balance(load, 32, 2)).max(1) / lower_bound(load, 32, 2) - 1
+    assert over.mean() < 0.06
+
+
 def test_random_numbers_are_marsaglias():
     state = 88172645463325252
     expected = state

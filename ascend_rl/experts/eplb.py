@@ -6,14 +6,15 @@ another. Counts and places have to be chosen together.
 
 Idea, for each layer, until it reaches a lower bound: (1) count copies by the min-max greedy and place them by
 longest processing time first; (2) take load off the fullest rank by the best swap, copy or removal; (3) if
-that does not reach the bound, search over the counts: move one copy from an expert to another, deal all
-copies in rounds (the largest to the least loaded rank), keep what has less excess; then place as in (1) and
-do (2) again. In the incremental mode (2) starts from the current placement and takes the moves with the
-highest gain per expert copied.
+that does not reach the bound, search over the counts, then place as in (1) and do (2) again. A search moves
+copies from one expert to another and keeps what is no worse: dealt in rounds (the largest to the least loaded
+rank), by the excess over a goal; with two slots on many ranks, where the best places follow from the counts,
+by the copies that lack a partner small enough. In the incremental mode (2) starts from the current placement
+and takes the moves with the highest gain per expert copied.
 
 Copies of an expert share its load equally, as in vLLM. Invariants (tests/test_eplb.py): every expert is
 placed; no rank holds an expert twice; equal inputs give equal results; an expert that stays on its rank stays
-in its slot. Cost for P = R S slots: O(P S) a step of (2), O(P) to O(P R) a step of (3).
+in its slot. Cost for P = R S slots: O(P S) a step of (2), O(P) to O(P R) a step of (3), O(BINS) by partners.
 
 >>> hot = [[600, 560, 120, 120, 20, 10, 10, 10]]
 >>> round(float(rank_loads(hot, balance(hot, ranks=8, slots=2)).max()), 2)
@@ -33,6 +34,11 @@ TOLERANCE = 1e-4  # of the lower bound: getting nearer is not worth a step
 SEARCH_ABOVE = 4.5e-3  # of the lower bound: only layers that end further above it get a search over counts
 SEARCH_STEPS = 125
 DEALT_COPIES = 96_000  # in the searches of a layer, on average: 3 searches with 256 slots
+PAIR_SEARCHES = 3  # with two slots a rank: so many searches by pairs come before those by rounds
+PAIR_RANKS = 32  # with fewer ranks moves of one copy get stuck: only searches by rounds
+PAIR_STEPS = 3000
+GOAL_STEP = 0.03  # by how much of its distance to the target a goal reached is lowered
+BINS = 256
 LOCAL_PAIRS = 100_000  # pairs of slots that the local search examines
 MOVES = 4  # the most copies that a step of the search moves
 SHAKES = 4
@@ -396,14 +402,16 @@ def _solve_layers(load, target, above, work, placement):
     counts = np.empty(experts, np.int64)
     trial = np.empty((ranks, slots), np.int64)
     nothing = np.ones((ranks, experts), np.int64)  # all at home: moves are free
-    peaks = np.empty(layers)
+    dealt, peaks = np.empty(layers), np.empty(layers)
     for layer in range(layers):
         _min_max_counts(load[layer], ranks, slots, counts)
         _deal_longest(load[layer], counts, placement[layer])
+        dealt[layer] = _improve(load[layer], placement[layer], np.inf, steps, nothing, UNLIMITED)
         peaks[layer] = _improve(load[layer], placement[layer], target[layer], steps, nothing, UNLIMITED)
     # Layers that are near enough to the bound leave their attempts to the others.
     step = ranks * slots if slots == 2 else ranks * slots * 3 // 2  # ranks are sorted between rounds
     left = layers * max(1, work // (SEARCH_STEPS * step))
+    pairs = slots == 2 and ranks >= PAIR_RANKS
     for attempt in range(8 * left // layers):
         for layer in range(layers):
             if peaks[layer] > target[layer] * above and left > 0:
@@ -414,7 +422,13 @@ def _solve_layers(load, target, above, work, placement):
                     _shake(trial, counts, attempt)
                 else:
                     _count(placement[layer], counts)
-                    _search_counts(w, counts, ranks, slots, goal, peaks[layer], attempt)
+                    if not pairs or attempt >= PAIR_SEARCHES:
+                        _search_counts(w, counts, ranks, slots, goal, peaks[layer], attempt)
+                    elif attempt > 0:
+                        _search_pairs(w, counts, ranks, goal, peaks[layer], attempt)
+                    else:
+                        _min_max_counts(w, ranks, slots, counts)
+                        _search_pairs(w, counts, ranks, goal, dealt[layer], attempt)
                     _deal_longest(w, counts, trial)
                 reached = _improve(w, trial, goal, steps, nothing, UNLIMITED)
                 if reached < peaks[layer]:
@@ -783,6 +797,121 @@ def _search_counts(w, counts, ranks, slots, target, peak, seed):
             for m in range(made - 1, -1, -1):
                 _set_count(w, counts, share, order, moves[m, 0], 1)
                 _set_count(w, counts, share, order, moves[m, 1], -1)
+
+
+@njit(cache=True)
+def _search_pairs(w, counts, ranks, target, peak, seed):
+    """Find counts for two slots a rank with a lower peak than ``peak``, by moving single copies at random.
+
+    No pairs have a lower peak than the largest copy with the smallest, the next with the next. So counts can
+    reach a peak T if for each d > 0 there are no fewer copies of at most T/2 - d than of T/2 + d or more,
+    since these need those beside them. ``lack`` is how many are missing for each d, by `_set_goal`, and
+    ``fewer[e]`` and ``more[e]`` are what it gains with one copy of e fewer or more. So judging a move takes
+    one pass over the bins, however many ranks there are. A goal T is lowered whenever nothing is missing.
+    """
+    experts = len(w)
+    lack = np.empty(BINS, np.float32)  # whole numbers: their sums are exact in any order
+    fewer, more = np.empty((experts, BINS), np.float32), np.empty((experts, BINS), np.float32)
+    known = np.empty(experts, np.bool_)  # fewer[e] and more[e] are up to date
+    several = np.empty(experts, np.int64)
+    best, goal = counts.copy(), peak
+    missing = _set_goal(w, counts, goal, lack, known)
+    choices = _with_copies(counts, several)
+    random = np.uint64(FIRST_RANDOM + seed)
+    for _ in range(PAIR_STEPS):
+        while missing == 0 and goal > target:
+            best[:] = counts
+            goal = max(target, goal - GOAL_STEP * (goal - target) - TOLERANCE * target)
+            missing = _set_goal(w, counts, goal, lack, known)
+        if missing == 0:
+            best[:] = counts
+            break
+        random = _next(random)
+        a = several[_below(random >> np.uint64(32), choices)]
+        b = _below(random & np.uint64(0xFFFFFFFF), experts)
+        if a == b or counts[b] == ranks:
+            continue
+        if not known[a]:
+            _set_changes(w, counts, goal, a, known, fewer, more)
+        if not known[b]:
+            _set_changes(w, counts, goal, b, known, fewer, more)
+        new = _missing_after(lack, fewer, a, more, b)
+        if new <= missing:
+            missing = new
+            for k in range(BINS):
+                lack[k] += fewer[a, k] + more[b, k]
+            counts[a] -= 1
+            counts[b] += 1
+            known[a] = known[b] = False
+            choices = _with_copies(counts, several)
+    counts[:] = best
+
+
+@njit(cache=True)
+def _reach(copies, share, goal):
+    """The last bin in which copies of this share count, and what they add to the lack there.
+
+    Bin k stands for d = k T / (2 BINS - 4). A copy above T/2 counts as the next bin above it, one below as
+    the next towards T/2: so pairs that fit in bins fit. The last bin is for copies above T, which never do.
+    """
+    d = (2 * share / goal - 1) * (BINS - 2)
+    if d > 0:
+        return int(min(np.ceil(d), BINS - 1)), np.float32(copies)
+    return int(-d), np.float32(-copies)
+
+
+@njit(cache=True)
+def _set_goal(w, counts, goal, lack, known):
+    """Set what is missing for a goal in each bin; returns the sum over the bins."""
+    known[:] = False
+    lack[:] = 0
+    for e in range(len(w)):
+        last, change = _reach(counts[e], w[e] / counts[e], goal)
+        lack[last] += change
+    missing = total = np.float32(0)
+    for k in range(BINS - 1, -1, -1):  # copies count in all bins up to their last
+        total += lack[k]
+        lack[k] = total
+        missing += max(total, np.float32(0))
+    return missing
+
+
+@njit(cache=True)
+def _set_changes(w, counts, goal, e, known, fewer, more):
+    c, zero = counts[e], np.float32(0)
+    last, gone = _reach(-c, w[e] / c, goal)
+    last_fewer, come_fewer = _reach(c - 1, w[e] / max(c - 1, 1), goal)
+    last_more, come_more = _reach(c + 1, w[e] / (c + 1), goal)
+    for k in range(BINS):
+        change = gone if k <= last else zero
+        fewer[e, k] = change + (come_fewer if k <= last_fewer else zero)
+        more[e, k] = change + (come_more if k <= last_more else zero)
+    known[e] = True
+
+
+@njit(cache=True, fastmath=True)
+def _missing_after(lack, fewer, a, more, b):
+    """What is missing, summed over the bins, after a copy moved from a to b."""
+    missing = np.float32(0)
+    for k in range(BINS):
+        missing += max(lack[k] + fewer[a, k] + more[b, k], np.float32(0))
+    return missing
+
+
+@njit(cache=True)
+def _with_copies(counts, several):
+    """List the experts with more than one copy; returns how many there are."""
+    found = 0
+    for e in range(len(counts)):
+        several[found] = e
+        found += counts[e] > 1
+    return found
+
+
+@njit(cache=True)
+def _below(bits, limit):
+    """A number below ``limit`` from 32 random bits."""
+    return np.int64((bits * np.uint64(limit)) >> np.uint64(32))
 
 
 @njit(cache=True)
