@@ -333,7 +333,7 @@ def _hierarchical(load, ranks, slots, nodes, groups, current, target) -> np.ndar
     # The groups of each node now, provided that every group is on one node.
     home = None
     if current is not None:
-        held = np.sort(current.reshape(layers, nodes, -1) // size, -1)
+        held = np.sort(current.reshape(layers, nodes, ranks // nodes * slots) // size, -1)
         firsts = np.diff(held, axis=-1, prepend=-1) > 0
         if (firsts.sum(-1) == share).all():
             home = held[firsts].reshape(layers, nodes, share)
@@ -773,7 +773,7 @@ def _search_counts(w, counts, ranks, slots, target, peak, seed):
     random = np.uint64(FIRST_RANDOM + seed)
     moves = np.empty((MOVES, 2), np.int64)
     for _ in range(SEARCH_STEPS):
-        while now <= 0 and goal > target * (1 + 1e-6):
+        while now <= 0 and goal > target:
             goal = max(target, (goal + target) / 2 - 1e-7)
             now = _excess(share, counts, order, slots, goal, load, items, np.inf)
         if now <= 0:
