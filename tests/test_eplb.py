@@ -696,6 +696,19 @@ def test_two_slots_on_many_ranks_are_searched_by_pairs():
     assert rank_loads(load, balance(load, 32, 2)).max() <= lower_bound(load, 32, 2)[0] * 1.06
 
 
+@pytest.mark.parametrize("experts, ranks, slots, recorded", [
+    (40, 16, 3, [1.016350839, 1.013172314, 1.014463220]),
+    (24, 16, 2, [1.078708125, 1.072425492, 1.038560337]),
+    (20, 8, 4, [1.005295323, 1.003750759, 1.005790095]),
+    (40, 32, 2, [1.024458254]),
+])  # fmt: skip
+def test_peaks_are_those_recorded(experts, ranks, slots, recorded):
+    """Equal inputs give equal results, compiled or not, on every machine; a change of a search shows here."""
+    load = np.random.default_rng(0).gamma(0.7, 100, (3, experts))[: len(recorded)]
+    peaks = rank_loads(load, balance(load, ranks, slots)).max(1) / lower_bound(load, ranks, slots)
+    assert peaks.tolist() == pytest.approx(recorded, rel=1e-8)
+
+
 def test_random_numbers_are_marsaglias():
     state = 88172645463325252
     expected = state
