@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import subprocess
 import sys
@@ -60,18 +61,24 @@ def test_any_one_can_be_left_out(patch: Path) -> None:
     git(tree, "apply", "-R", "--check", str(patch))
 
 
+def cpu_s() -> float:
+    """Processor time of the processes started so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_apply_then_apply_again(copy: Project) -> None:
-    started = time.monotonic()
+    clock = time.monotonic(), cpu_s()
     out = run(copy.root, "apply")
-    first_s = time.monotonic() - started
+    first_s, first_cpu_s = time.monotonic() - clock[0], cpu_s() - clock[1]
     assert "already applied" not in out.replace("0 patches already applied", "")
-    started = time.monotonic()
+    clock = time.monotonic(), cpu_s()
     out = run(copy.root, "apply")
-    second_s = time.monotonic() - started
+    second_s, second_cpu_s = time.monotonic() - clock[0], cpu_s() - clock[1]
     trees = [name for name in copy.frameworks if copy.tree(name).exists()]
     assert out.count("already applied") == len(trees)
     print(f"\napply: {first_s:.2f} s (bar 5 s), again: {second_s:.2f} s (bar 0.5 s)")
-    assert first_s < 30 and second_s < 10  # machines are noisy; the bars are printed
+    assert first_cpu_s < 30 and second_cpu_s < 10  # machines are noisy; the bars are printed
     for name in trees:
         assert tree_hash(copy.tree(name), copy.framework(name)) == copy.framework(name).tree, name
         assert git(copy.tree(name), "status", "--porcelain") == "", name

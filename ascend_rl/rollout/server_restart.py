@@ -254,7 +254,10 @@ class Restarts:
         self.all_do(lambda replica: replica.sleep(), "sleep")
 
     def all_do(self, call: Callable[[Any], Awaitable], what: str) -> None:
-        """Let the engines of all servers do something; end those that die or take too long."""
+        """Let the engines of all servers do something; end those that die or take too long.
+
+        Watched, as a server that spans nodes does not answer for ever where only its far node died.
+        """
 
         async def every(replicas):
             limit_s = self.deadline_s if math.isfinite(self.deadline_s) else None
@@ -262,7 +265,11 @@ class Restarts:
             return await asyncio.gather(*calls, return_exceptions=True)
 
         replicas = self.living()
-        for replica, error in zip(replicas, asyncio.run(every(replicas)), strict=True):
+        with self.watching():
+            errors = asyncio.run(every(replicas))
+        for replica, error in zip(replicas, errors, strict=True):
+            if not replica.servers:
+                continue  # ended by the watch
             if isinstance(error, TimeoutError):
                 self.end(replica, f"did not {what} within {self.deadline_s:g} s")
             elif isinstance(error, BaseException):
@@ -287,7 +294,6 @@ class Restarts:
 
     def mend(self) -> None:
         """Start what was ended, and what died or hangs since."""
-        self.progressed.clear()
         self.all_do(lambda replica: replica.clear_kv_cache(), "answer")
         ended = [replica for replica in self.replicas if not replica.servers]
         if not ended:

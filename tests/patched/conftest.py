@@ -54,11 +54,11 @@ def start_ray():
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     def start(address: str = "local", **given):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", paths)
-            ray.init(address, log_to_driver=False, **given)
+        ray.init(address, log_to_driver=False, **given)
 
-    yield start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", paths)
+        yield start
     ray.shutdown()
 
 

@@ -20,19 +20,26 @@ SERVERS, NODES, DEADLINE_S = 2, 2, 300
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    """Two raylets with a die of each server."""
+def cluster(start_ray):
+    """Two raylets with a die of each server; without the token that Ray gives to those of ray.init alone."""
+    import ray
+    from ray._private.authentication_test_utils import reset_auth_token_state
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
-    try:
-        for node in range(NODES):
-            cluster.add_node(
-                num_cpus=8, resources={"NPU": SERVERS, f"node_{node}": 99}, include_dashboard=False
-            )
-        yield cluster
-    finally:
-        cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        reset_auth_token_state()  # else this process goes on as in its last session, and GCS cannot ask it
+        cluster = Cluster()
+        try:
+            for node in range(NODES):
+                cluster.add_node(
+                    num_cpus=8, resources={"NPU": SERVERS, f"node_{node}": 99}, include_dashboard=False
+                )
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+    reset_auth_token_state()
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +60,8 @@ def trainer(cluster, start_ray, checkpoint, tmp_path_factory):
             pass
 
         workers = [
-            # Detached: of others Ray has said, on a loaded machine, that nobody referred to them any more.
-            Worker.options(
-                lifetime="detached", name=f"{server}/{node}", resources={"NPU": 1, f"node_{node}": 1}
-            ).remote()
-            for server in range(SERVERS)
+            Worker.options(resources={"NPU": 1, f"node_{node}": 1}).remote()
+            for _ in range(SERVERS)
             for node in range(NODES)
         ]
         sizes = {"data_parallel_size": NODES, "expert_parallel_size": NODES, "n_gpus_per_node": 1,
@@ -120,4 +124,4 @@ def test_a_server_starts_again_on_both_nodes(trainer, capfd):
     responses, timing = rollout(trainer)
     assert responses == undisturbed and timing[server_restart.METRIC] == 1
     said = capfd.readouterr().out
-    assert "vLLM server 0 died" in said and "vLLM server 0 started again in" in said
+    assert "vLLM server 0 died" in said and "vLLM server 0 started again in" in said, said
