@@ -405,8 +405,7 @@ def _solve_layers(load, target, above, work, placement):
     dealt, peaks = np.empty(layers), np.empty(layers)
     for layer in range(layers):
         _min_max_counts(load[layer], ranks, slots, counts)
-        _deal_longest(load[layer], counts, placement[layer])
-        dealt[layer] = _improve(load[layer], placement[layer], np.inf, steps, nothing, UNLIMITED)
+        dealt[layer] = _deal_longest(load[layer], counts, placement[layer])
         peaks[layer] = _improve(load[layer], placement[layer], target[layer], steps, nothing, UNLIMITED)
     # Layers that are near enough to the bound leave their attempts to the others.
     step = ranks * slots if slots == 2 else ranks * slots * 3 // 2  # ranks are sorted between rounds
@@ -512,7 +511,10 @@ def _sort_descending(share, order):
 
 @njit(cache=True)
 def _deal_longest(w, counts, place):
-    """Longest processing time first: each copy to the least loaded rank with room and without the expert."""
+    """Longest processing time first: each copy to the least loaded rank with room and without the expert.
+
+    Returns the peak.
+    """
     ranks, slots = place.shape
     share = w / counts
     load = np.zeros(ranks)
@@ -549,6 +551,7 @@ def _deal_longest(w, counts, place):
                 used[best] += 1
             has[best, e] = 1
             load[best] += share[e]
+    return load.max()
 
 
 class _Layer(NamedTuple):
