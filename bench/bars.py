@@ -32,5 +32,5 @@ def finish(name: str, bars: list[Bar], **data) -> int:
         "date": datetime.date.today().isoformat(),
         **data,
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1, default=float))
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1, default=lambda number: number.item()))
     return 0 if all(ok for *_, ok in bars) else 1
