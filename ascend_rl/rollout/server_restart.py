@@ -7,7 +7,7 @@ between the trainer and what uses servers:
     rollout      asks all servers every CHECK_S seconds. What is dead, or has shown no progress for
                  SERVER_DEADLINE_S, is ended with all its processes; then its requests fail, and their
                  callers send them elsewhere (request_mover.generate).
-    sleep        what does not sleep is ended.
+    sleep        what does not sleep, or dies meanwhile, is ended.
     weight sync  before it, servers that were ended are started as at the start of the run, and asleep; then
                  they get the weights like all others, and requests again.
 
