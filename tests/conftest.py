@@ -17,6 +17,7 @@ import pytest
 from ascend_rl.settings.counts import VARIABLE, counted
 
 ROOT = Path(__file__).resolve().parent.parent
+SERVERS = ("test_rollout_rebalance.py", "test_restart_servers.py", "test_restart_servers_nodes.py")
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12
 
 # Before anything imports vllm or torch: the variables of internal/cpu_env.sh.
@@ -131,7 +132,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         order.insert(0, order.pop())
     files = {"test_memory_plan.py": 0, "test_left_out.py": 3}
-    longest = ("test_rollout_rebalance.py", "test_mindspeed_hdp.py", "test_npu_eplb.py")  # not at the end
+    longest = (*SERVERS, "test_mindspeed_hdp.py", "test_npu_eplb.py")  # not at the end
     files |= dict.fromkeys(longest, 1)
     items.sort(key=lambda item: (order.index(item.path.parent.name), files.get(item.path.name, 2)))
 
@@ -140,7 +141,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """For pytest -n 3: one process runs all tests of a file: they share fixtures. Proofs share nothing.
 
-    One process runs all real runs: each has two workers or more, and two at a time need too much memory.
+    One process runs all real runs, and one all tests with several rollout servers: those of three files at a
+    time took 19 of 24 GiB, and Ray ends processes where memory runs short.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -149,6 +151,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
             file = nodeid.partition("::")[0]
             if file.endswith("/test_left_out.py"):
                 return nodeid
+            if file.endswith(SERVERS):
+                return "rollout servers"
             return "tests/e2e" if "/e2e/" in file else file
 
     config.option.loadscopereorder = False  # in the order above

@@ -83,6 +83,9 @@ time.sleep(300)
 """
 
 
+CANNOT_MOUNT = subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0
+
+
 class Runner:
     """Starts the supervisor in a directory of its own and knows every process below it."""
 
@@ -748,6 +751,43 @@ def test_shared_memory_that_is_used_only_after_it_was_seen_belongs_to_the_run(sh
     kept = second.exists()
     second.unlink(missing_ok=True)
     assert kept and not first.exists()
+
+
+ELSEWHERE = """
+import mmap, os, pathlib, sys, time
+files = pathlib.Path("/dev/shm")
+for number in range(1_000_000):
+    file = (files / f"psm_{number}").open("wb+")
+    if os.fstat(file.fileno()).st_ino == int(sys.argv[1]):
+        break
+    file.close()
+    (files / f"psm_{number}").unlink()
+file.truncate(4096)
+mapped = mmap.mmap(file.fileno(), 4096)
+print(os.fstat(file.fileno()).st_ino, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.skipif(CANNOT_MOUNT, reason="no mount namespaces here")
+def test_another_shared_memory_has_the_same_inodes(shm_file):
+    """A container's, or a test process's: what is used there is not in use here."""
+    from ascend_rl.launch.supervise import SharedMemory
+
+    watcher = SharedMemory()
+    with shm_file.open("wb"):
+        watcher.watch([os.getpid()])
+    inode = str(shm_file.stat().st_ino)
+    script = 'mount -t tmpfs tmpfs /dev/shm; exec "$0" -c "$1" "$2"'
+    command = ["unshare", "-m", "bash", "-euc", script, PYTHON, ELSEWHERE, inode]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as elsewhere:
+        try:
+            assert elsewhere.stdout.readline().strip() == inode
+            assert not watcher.used_by([elsewhere.pid])
+            watcher.remove_orphans()
+        finally:
+            elsewhere.kill()
+    assert not shm_file.exists()
 
 
 def test_a_semaphore_of_a_killed_process_is_removed(runner, tmp_path):

@@ -195,18 +195,21 @@ class SharedMemory:
     def used_by(self, pids: Iterable[int]) -> set[str]:
         """Names of the files that these processes have mapped or open.
 
-        Mapped ones by inode: glibc maps a semaphore under another name before it gets its own.
+        By device and inode: glibc maps a semaphore under another name before it gets its own, and containers
+        have another /dev/shm with the same numbers.
         """
-        paths, inodes = set(), set()
+        device, inodes = SHM.stat().st_dev, set()
+        shown = f"{os.major(device):02x}:{os.minor(device):02x}"
         for pid in pids:
             with contextlib.suppress(OSError):
-                maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-                inodes |= {int(line.split(maxsplit=5)[4]) for line in maps if f"{SHM}/" in line}
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    if f"{SHM}/" in line and line.split(maxsplit=5)[3] == shown:
+                        inodes.add(int(line.split(maxsplit=5)[4]))
                 for link in Path(f"/proc/{pid}/fd").iterdir():
                     with contextlib.suppress(OSError):  # closed meanwhile
-                        paths.add(os.readlink(link))
-        mapped = {entry.name for entry in os.scandir(SHM) if entry.inode() in inodes}
-        return mapped | {Path(path).name for path in paths if Path(path).parent == SHM}
+                        if os.readlink(link).startswith(f"{SHM}/") and link.stat().st_dev == device:
+                            inodes.add(link.stat().st_ino)
+        return {entry.name for entry in os.scandir(SHM) if entry.inode() in inodes}
 
     def remove_orphans(self) -> None:
         for name in self.ours - self.used_by(processes()):
