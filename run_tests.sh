@@ -7,13 +7,14 @@
 #           bash run_tests.sh tests/test_gspo.py -x            # pytest with these arguments and no others
 # Writes:   .venv/, frameworks/, data/
 # Hardware: 2 cores, 12 GiB (--all: 16), 12 GB of disk, Linux with Python 3.11; no accelerator
-# Duration: about 12 minutes; with --all about 40
+# Duration: about 12 minutes; with --all 40 to 60
 #
 #   --all        also runs the tests marked long, and proves that each patch is needed. Without it,
 #                only proofs affected by changes are repeated, if data/proofs has earlier ones
-#   --durations  print the time of each file, the slowest tests, and the total
+#   --durations  print the time and processor time of each file, the slowest tests, and the total
 #
-# Three processes run tests at a time; one of them begins with the real runs. With --all these follow, one by one.
+# Three processes run tests at a time; one of them begins with the real runs. With --all these follow, one by one,
+# beside tests that mostly wait.
 started=$SECONDS
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
@@ -46,9 +47,11 @@ fi
 status=0
 if [ "$ALL" = 1 ]; then
     log "1/2 tests that can share the machine"
-    python -m pytest -q -n 3 --prove --ignore=tests/e2e --junitxml="$results/shared.xml" || status=1
+    WAITING=(tests/test_launcher.py tests/test_supervise.py)
+    python -m pytest -q -n 3 --prove --ignore=tests/e2e "${WAITING[@]/#/--ignore=}" \
+        --junitxml="$results/shared.xml" || status=1
     log "2/2 real runs"
-    python -m pytest -q tests/e2e --junitxml="$results/real.xml" || status=1
+    python -m pytest -q -n 2 tests/e2e "${WAITING[@]}" --junitxml="$results/real.xml" || status=1
 else
     [ -d data/proofs ] && ARGS=() || ARGS=(--ignore=tests/patched/test_left_out.py)
     python -m pytest -q -n 3 -m "not long" --junitxml="$results/tests.xml" "${ARGS[@]}" || status=1

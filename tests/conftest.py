@@ -17,7 +17,10 @@ import pytest
 from ascend_rl.settings.counts import VARIABLE, counted
 
 ROOT = Path(__file__).resolve().parent.parent
-SERVERS = ("test_rollout_rebalance.py", "test_restart_servers.py", "test_restart_servers_nodes.py")
+SERVERS = tuple(
+    f"patched/test_{name}.py" for name in ("rollout_rebalance", "restart_servers", "restart_servers_nodes")
+)
+CPU_S = pytest.StashKey[float]()
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12
 
 # Before anything imports vllm or torch: the variables of internal/cpu_env.sh.
@@ -121,6 +124,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--prove", action="store_true", help="prove anew that each patch is needed by its test")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item):
+    item.stash[CPU_S] = sum(os.times()[:4])
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item):
+    """Note the processor time of a test and of the processes that ended in it, for summary.py."""
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu_s", f"{sum(os.times()[:4]) - item.stash[CPU_S]:.2f}"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Quick tests first, real runs last: a mistake shows early. Of several processes, one begins with them.
@@ -131,10 +149,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = ["tests", "software_npu", "patched", "e2e"]
     if "PYTEST_XDIST_WORKER" in os.environ:
         order.insert(0, order.pop())
-    files = {"test_memory_plan.py": 0, "test_left_out.py": 3}
-    longest = (*SERVERS, "test_mindspeed_hdp.py", "test_npu_eplb.py")  # not at the end
+    files = {"tests/test_memory_plan.py": 0, "patched/test_left_out.py": 3}
+    longest = (*SERVERS, "patched/test_mindspeed_hdp.py", "patched/test_npu_eplb.py")  # not at the end
     files |= dict.fromkeys(longest, 1)
-    items.sort(key=lambda item: (order.index(item.path.parent.name), files.get(item.path.name, 2)))
+
+    def rank(item: pytest.Item) -> tuple[int, int]:
+        room = item.path.parent.name
+        return order.index(room), files.get(f"{room}/{item.path.name}", 2)
+
+    items.sort(key=rank)
 
 
 @pytest.hookimpl(optionalhook=True)

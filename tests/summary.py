@@ -19,6 +19,7 @@ class Case:
     name: str
     outcome: str  # passed, failed, error or skipped
     seconds: float
+    cpu_s: float
     reason: str
 
 
@@ -31,24 +32,31 @@ def cases(path: Path) -> list[Case]:
             if (element := case.find(kind)) is not None:
                 outcome, reason = named, element.get("message", "")
         file = case.get("classname", "").replace(".", "/") + ".py"
-        found.append(Case(file, case.get("name", ""), outcome, float(case.get("time", 0)), reason))
+        noted = {each.get("name"): each.get("value") for each in case.iter("property")}
+        times = float(case.get("time", 0)), float(noted.get("cpu_s", 0))
+        found.append(Case(file, case.get("name", ""), outcome, *times, reason))
     return found
 
 
 def durations(found: list[Case], shown: int = 25) -> list[str]:
-    """The files by their time, then the slowest tests."""
-    files: dict[str, float] = defaultdict(float)
+    """The files by their time, then the slowest tests; with their processor time, as far as it was noted."""
+    files: dict[str, list[Case]] = defaultdict(list)
     for case in found:
-        files[case.file] += case.seconds
-    lines = ["", "seconds, by file"]
-    lines += [
-        f"{files[file]:8.1f}  {file}"
-        for file in sorted(files, key=files.get, reverse=True)
-        if files[file] >= 1
-    ]
-    lines += ["", f"seconds, the {shown} slowest tests"]
-    slowest = sorted(found, key=lambda case: -case.seconds)[:shown]
-    return lines + [f"{case.seconds:8.1f}  {case.file}::{case.name}" for case in slowest]
+        files[case.file].append(case)
+
+    def line(cases: list[Case], name: str) -> tuple[float, str]:
+        seconds, cpu_s = sum(case.seconds for case in cases), sum(case.cpu_s for case in cases)
+        return seconds, f"{seconds:8.1f}{cpu_s:8.1f}  {name}"
+
+    by_file = sorted((line(cases, file) for file, cases in files.items()), reverse=True)
+    by_test = sorted((line([case], f"{case.file}::{case.name}") for case in found), reverse=True)
+    cpu_min = sum(case.cpu_s for case in found) / 60
+    return [
+        "", f"seconds and processor seconds, by file; {cpu_min:.0f} processor minutes in all",
+        *(text for seconds, text in by_file if seconds >= 1),
+        "", f"seconds and processor seconds, the {shown} slowest tests",
+        *(text for _, text in by_test[:shown]),
+    ]  # fmt: skip
 
 
 def summary(paths: list[Path], wall_s: float, with_durations: bool) -> tuple[bool, str]:

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 
-from summary import summary
+from summary import cases, summary
 
 TESTS = """
 import pytest
@@ -56,7 +56,8 @@ def test_every_outcome_is_counted_and_named(tmp_path):
         "ERROR test_one.py::test_broken",
         "ERROR test_one.py::test_left",
     } <= set(lines)
-    assert "seconds, by file" in lines and any(line.endswith("test_two.py::test_two") for line in lines)
+    assert any(line.startswith("seconds and processor seconds, by file; ") for line in lines)
+    assert any(line.endswith("test_two.py::test_two") for line in lines)
 
 
 def test_a_run_that_died_is_no_success(tmp_path):
@@ -66,12 +67,15 @@ def test_a_run_that_died_is_no_success(tmp_path):
     assert not well and "FAILED absent" in text
 
 
-def test_one_process_runs_a_file_and_the_other_the_next(root):
-    """Else fixtures are made twice, and what a test leaves for the next is not there."""
+def test_one_process_runs_a_file_and_the_other_the_next(root, tmp_path):
+    """Else fixtures are made twice, and what a test leaves for the next is not there. Both note times."""
     files = ["tests/test_switch.py", "tests/test_npu_tools.py"]
     command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "-p", "no:cacheprovider", *files]
+    command.append(f"--junitxml={tmp_path}/two.xml")
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     out = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=True).stdout
     ran = re.findall(r"^\[(gw\d)\] .* PASSED (tests/\w+\.py)::", out, re.M)
     assert len(ran) > 10 and len({worker for worker, _ in ran}) == 2
     assert len(set(ran)) == len(files), ran
+    noted = cases(tmp_path / "two.xml")
+    assert len(noted) == len(ran) and 0.05 < sum(case.cpu_s for case in noted)

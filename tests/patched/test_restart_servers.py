@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import psutil
@@ -124,6 +125,27 @@ def test_a_server_that_does_not_start_is_started_once_more(monkeypatch, capfd, f
     once = failures > 0
     assert len(killed) == once and played.ended == [[(7, 1.0)]] * once
     assert ("did not start, once more: address already in use" in capfd.readouterr().out) is once
+
+
+def test_a_training_worker_looks_its_server_up_each_time(monkeypatch):
+    """It may have been started again."""
+    import ray
+
+    from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+    async def answer(name, *_, **__):
+        return name
+
+    def server(name):
+        return SimpleNamespace(collective_rpc=SimpleNamespace(remote=partial(answer, name)))
+
+    servers = iter([server("first"), server("second")])
+    monkeypatch.setattr(ray, "get_actor", lambda name: next(servers))
+    adapter = object.__new__(ServerAdapter)
+    adapter.replica_rank = adapter.node_rank = adapter.rollout_rank = 0
+    adapter.server_handle = None
+    found = [asyncio.run(adapter._execute_method("check_health")) for _ in range(2)]
+    assert found == ["first", "second"]
 
 
 def rollout(trainer) -> tuple[list[list[int]], dict]:

@@ -317,6 +317,8 @@ def test_running_requests_take_their_kv_along(sending, unmoved, model):
     assert max(difference, error) < 1e-5
     kv_moves = did["rollout_rebalance/kv_moves"]
     assert one >= 5 and 5 <= kv_moves <= did["rollout_rebalance/moves_running"]
+    if not did["rollout_rebalance/unanswered"]:  # else a server's count is missing
+        assert one <= kv_moves  # some move on before their first token
     assert len(after_moves) - one <= did["rollout_rebalance/moves"] - kv_moves
     assert did["rollout_rebalance/replayed_tokens"] < did["rollout_rebalance/kv_tokens"]
     assert nothing_left(sending)
