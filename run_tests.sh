@@ -13,8 +13,7 @@
 #                only proofs affected by changes are repeated, if data/proofs has earlier ones
 #   --durations  print the time and processor time of each file, the slowest tests, and the total
 #
-# Three processes run tests at a time; one of them begins with the real runs. With --all these follow, one by one,
-# beside tests that mostly wait.
+# Three processes run tests at a time; one of them begins with the real runs. With --all these follow, one by one.
 started=$SECONDS
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
@@ -47,11 +46,9 @@ fi
 status=0
 if [ "$ALL" = 1 ]; then
     log "1/2 tests that can share the machine"
-    WAITING=(tests/test_launcher.py tests/test_supervise.py)
-    python -m pytest -q -n 3 --prove --ignore=tests/e2e "${WAITING[@]/#/--ignore=}" \
-        --junitxml="$results/shared.xml" || status=1
+    python -m pytest -q -n 3 --prove --ignore=tests/e2e --junitxml="$results/shared.xml" || status=1
     log "2/2 real runs"
-    python -m pytest -q -n 2 tests/e2e "${WAITING[@]}" --junitxml="$results/real.xml" || status=1
+    python -m pytest -q tests/e2e --junitxml="$results/real.xml" || status=1
 else
     [ -d data/proofs ] && ARGS=() || ARGS=(--ignore=tests/patched/test_left_out.py)
     python -m pytest -q -n 3 -m "not long" --junitxml="$results/tests.xml" "${ARGS[@]}" || status=1

@@ -141,23 +141,23 @@ def pytest_runtest_teardown(item: pytest.Item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first, real runs last: a mistake shows early. Of several processes, one begins with them.
+    """Quick tests first, real runs last: a mistake shows early. Of several processes, one begins with them,
+    and one with the rollout servers: beside quick tests, not beside others that need as much.
 
     Of the patched frameworks, first Megatron's models in this process: a vLLM engine in it keeps the default
     process group, of which there can be one.
     """
-    order = ["tests", "software_npu", "patched", "e2e"]
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    order, several = ["tests", "software_npu", "patched", "e2e"], "PYTEST_XDIST_WORKER" in os.environ
+    if several:
         order.insert(0, order.pop())
-    files = {"tests/test_memory_plan.py": 0, "patched/test_left_out.py": 3}
-    longest = (*SERVERS, "patched/test_mindspeed_hdp.py", "patched/test_npu_eplb.py")  # not at the end
-    files |= dict.fromkeys(longest, 1)
+    files = {"test_memory_plan.py": 0, "test_left_out.py": 3}
+    files |= dict.fromkeys(("test_mindspeed_hdp.py", "test_npu_eplb.py"), 1)  # long: not at the end
 
-    def rank(item: pytest.Item) -> tuple[int, int]:
-        room = item.path.parent.name
-        return order.index(room), files.get(f"{room}/{item.path.name}", 2)
+    def place(item: pytest.Item) -> tuple[bool, int, int]:
+        servers = several and str(item.path).endswith(SERVERS)
+        return not servers, order.index(item.path.parent.name), files.get(item.path.name, 2)
 
-    items.sort(key=rank)
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
