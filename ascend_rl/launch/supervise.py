@@ -203,8 +203,10 @@ class SharedMemory:
         for pid in pids:
             with contextlib.suppress(OSError):
                 for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                    if f"{SHM}/" in line and line.split(maxsplit=5)[3] == shown:
-                        inodes.add(int(line.split(maxsplit=5)[4]))
+                    if f"{SHM}/" in line:
+                        where, inode = line.split(maxsplit=5)[3:5]
+                        if where == shown:
+                            inodes.add(int(inode))
                 for link in Path(f"/proc/{pid}/fd").iterdir():
                     with contextlib.suppress(OSError):  # closed meanwhile
                         if os.readlink(link).startswith(f"{SHM}/") and link.stat().st_dev == device:

@@ -21,13 +21,21 @@ SAMPLING = [{"temperature": 0.0, "ignore_eos": True, "max_tokens": RESPONSE} for
 DEADLINE_S = 8
 
 
+def adapter():
+    """The adapter of a training worker, to server 0."""
+    from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+    adapter = object.__new__(ServerAdapter)
+    adapter.replica_rank = adapter.node_rank = adapter.rollout_rank = 0
+    adapter.server_handle = None
+    return adapter
+
+
 @pytest.fixture(scope="module")
 def trainer(start_ray, tiny, tmp_path_factory):
     """Two replicas, and the adapter of a training worker."""
     import ray
     from live_servers import configuration, trainer_of
-
-    from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
     sign = tmp_path_factory.mktemp("launcher") / "progress"
     with pytest.MonkeyPatch.context() as patch:
@@ -46,10 +54,7 @@ def trainer(start_ray, tiny, tmp_path_factory):
         config = configuration(tiny / "model", tmp_path_factory.mktemp("servers"))
         trainer = trainer_of(config, workers)
         assert progress.answered_for(str(sign), progress.VLLM)
-        adapter = object.__new__(ServerAdapter)  # a training worker's
-        adapter.replica_rank = adapter.node_rank = adapter.rollout_rank = 0
-        adapter.server_handle = None
-        trainer.adapter = adapter
+        trainer.adapter = adapter()
         yield trainer
 
 
@@ -131,8 +136,6 @@ def test_a_training_worker_looks_its_server_up_each_time(monkeypatch):
     """It may have been started again."""
     import ray
 
-    from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
-
     async def answer(name, *_, **__):
         return name
 
@@ -141,10 +144,8 @@ def test_a_training_worker_looks_its_server_up_each_time(monkeypatch):
 
     servers = iter([server("first"), server("second")])
     monkeypatch.setattr(ray, "get_actor", lambda name: next(servers))
-    adapter = object.__new__(ServerAdapter)
-    adapter.replica_rank = adapter.node_rank = adapter.rollout_rank = 0
-    adapter.server_handle = None
-    found = [asyncio.run(adapter._execute_method("check_health")) for _ in range(2)]
+    workers = adapter()
+    found = [asyncio.run(workers._execute_method("check_health")) for _ in range(2)]
     assert found == ["first", "second"]
 
 
