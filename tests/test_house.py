@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,13 @@ def test_no_framework_is_imported():
     for path in HOUSE.rglob("*.py"):
         own = {"vllm"} if path == HOUSE / "launch/check.py" else set()
         assert {name.split(".")[0] for name in imported(path)} & FRAMEWORKS == own, path
+
+
+@pytest.mark.parametrize("name", ["launch.launch", "launch.launch_node", "preflight.preflight"])
+def test_what_only_watches_imports_no_torch(name):
+    """It takes a second, and 300 MB for as long as the run."""
+    program = f"import sys, ascend_rl.{name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 @pytest.mark.parametrize("path", sorted(HOUSE.glob("*.py")), ids=lambda path: path.stem)

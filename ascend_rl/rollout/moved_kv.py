@@ -30,10 +30,12 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # the launcher imports this module, by the names of metrics, and needs no torch
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ def write(path: Path, parts: Sequence[torch.Tensor], blocks: Sequence[int], toke
     Raises:
         OSError: without room, or if the directory is gone.
     """
+    import torch
+
     data = -(-len(blocks) * sum(_block_bytes(part) for part in parts) // 8) * 8
     room = os.statvfs(path.parent)
     if 2 * (HEADER_BYTES + data) > room.f_bavail * room.f_frsize:
@@ -100,6 +104,8 @@ def read(path: Path, parts: Sequence[torch.Tensor], blocks: Sequence[int], skip:
     Raises:
         ValueError: if the cache has another layout than the source's.
     """
+    import torch
+
     words, header = _open(path)
     if header["layout"] != _layout(parts):
         raise ValueError(f"{path} holds KV of another layout than this engine's")
@@ -144,6 +150,8 @@ def _rows(
     parts: Sequence[torch.Tensor], data: np.ndarray, blocks: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each part with its blocks in the file, as a tensor of its type."""
+    import torch
+
     start = 0
     for part in parts:
         end = start + blocks * _block_bytes(part)
