@@ -6,8 +6,8 @@
 smoke_environment() {
     # One thread each: a tiny model gains nothing from more. Compiling it takes longer than running it.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"
-    # vLLM's workers wait in a loop: asleep, eight of them leave the trainer little of two cores.
-    export VLLM_SLEEP_WHEN_IDLE="${VLLM_SLEEP_WHEN_IDLE:-1}"
+    # vLLM's workers wait in a loop: eight of them leave little of two cores to those that compute.
+    export VLLM_SLEEP_WHEN_IDLE="${VLLM_SLEEP_WHEN_IDLE:-1}" ROLLOUT_SPIN_S="${ROLLOUT_SPIN_S:-0.002}"
     # No hub, no telemetry, no colours in logs.
     export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 RAY_COLOR_PREFIX=0 NO_COLOR=1
     export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
