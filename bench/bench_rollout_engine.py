@@ -68,9 +68,6 @@ SWITCHES = {
     "async": Switch((f"{VLLM}.async_scheduling=True",), counts=("ahead",), devices=("npu",)),
     "no_graphs": Switch(("actor_rollout_ref.rollout.enforce_eager=True",), devices=("npu",)),
 }
-# Imported once: all processes of Ray and vLLM are forks of one that has them, as in a run on a CPU.
-WARM = ("setproctitle", "tensordict", "torch._inductor.compile_fx", "transformers.modeling_utils", "peft",
-        "datasets", "vllm.entrypoints.openai.api_server")  # fmt: skip
 COLUMNS = (
     "steps",
     "busiest",
@@ -257,7 +254,8 @@ def measure(device: str, servers: int, switches: list[str]) -> list[dict]:
         os.environ[VARIABLE] = str(directory / "counts")
         os.environ["VLLM_SLEEP_WHEN_IDLE"] = "1"  # else servers that wait for their turn take a core each
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests/patched"), os.environ["PYTHONPATH"]])
-        program = warm_start.start(directory, WARM)
+        # All processes of Ray and vLLM are forks of one, as in a run on a CPU.
+        program = warm_start.start(directory, warm_start.MODULES)
         ray.init("local", num_cpus=32, include_dashboard=False, log_to_driver=False,
                  runtime_env={"py_executable": str(program)})  # fmt: skip
 

@@ -56,5 +56,5 @@ secret = re.compile("TOKEN(?!S|IZERS|_FILE)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACC
 env = {name: "(set)" if value and secret.search(name) else value for name, value in os.environ.items()}
 print(json.dumps({"module": sys.argv[1], "args": sys.argv[2:], "env": env}))' "$@"
     [ -z "${WARM_PYTHON:-}" ] || set -- "$@" "++ray_kwargs.ray_init.runtime_env.py_executable=$WARM_PYTHON"
-    exec python -m "$@"
+    exec "${WARM_PYTHON:-python}" -m "$@"
 }

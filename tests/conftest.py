@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import warm
 
 from ascend_rl.settings.counts import VARIABLE, counted
 
@@ -126,7 +127,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item):
-    item.stash[CPU_S] = sum(os.times()[:4])
+    item.stash[CPU_S] = processor_s()
     return (yield)
 
 
@@ -136,7 +137,12 @@ def pytest_runtest_teardown(item: pytest.Item):
     try:
         return (yield)
     finally:
-        item.user_properties.append(("cpu_s", f"{sum(os.times()[:4]) - item.stash[CPU_S]:.2f}"))
+        item.user_properties.append(("cpu_s", f"{processor_s() - item.stash[CPU_S]:.2f}"))
+
+
+def processor_s() -> float:
+    """Of this process, of its children that ended, and of the jobs of those that fork for it."""
+    return sum(os.times()[:4]) + warm.cpu_s[0]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -151,7 +157,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if several:
         order.insert(0, order.pop())
     files = {"test_memory_plan.py": 0, "test_left_out.py": 3}
-    files |= dict.fromkeys(("test_mindspeed_hdp.py", "test_npu_eplb.py"), 1)  # long: not at the end
+    long = ("test_mindspeed_hdp.py", "test_npu_eplb.py", "test_quickstart.py", "test_resume.py")
+    files |= dict.fromkeys(long, 1)  # not at the end
 
     def place(item: pytest.Item) -> tuple[bool, int, int]:
         servers = several and str(item.path).endswith(SERVERS)
@@ -162,12 +169,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """For pytest -n 3: one process runs all tests of a file: they share fixtures. Proofs share nothing.
+    """For pytest -n: one process runs all tests of a file: they share fixtures. Proofs share nothing.
 
-    One process runs all real runs, and one all tests with several rollout servers: those of three files at a
-    time took 19 of 24 GiB, and Ray ends processes where memory runs short.
+    One process runs all real runs, unless nothing else runs, and one all tests with several rollout servers:
+    those of three files at a time took 19 of 24 GiB, and Ray ends processes where memory runs short.
     """
     from xdist.scheduler import LoadScopeScheduling
+
+    real_alone = all(Path(given).name == "e2e" for given in config.args)
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -176,7 +185,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
                 return nodeid
             if file.endswith(SERVERS):
                 return "rollout servers"
-            return "tests/e2e" if "/e2e/" in file else file
+            return "tests/e2e" if "/e2e/" in file and not real_alone else file
 
     config.option.loadscopereorder = False  # in the order above
     return ByFile(config, log)

@@ -27,11 +27,12 @@ _newest: list[Warm] = []
 
 def warm(path: str) -> Warm:
     """The process for this PYTHONPATH; that for another one ends."""
-    if _newest and not (_newest[0].path == path and _newest[0].alive):
+    if _newest and _newest[0].path != path:
         _newest.pop().stop()
     if not _newest:
         # The worker first: it imports MindSpeed, if that is on the path, before Megatron.
-        _newest.append(Warm(["verl.workers.megatron_workers", "verl.models.mcore"], path))
+        modules = ["verl.workers.megatron_workers", "verl.models.mcore", "megatron_defaults"]
+        _newest.append(Warm(modules, path))
     return _newest[0]
 
 

@@ -30,7 +30,7 @@ def cases(path: Path) -> list[Case]:
         outcome, reason = "passed", ""
         for kind, named in (("skipped", "skipped"), ("error", "error"), ("failure", "failed")):
             if (element := case.find(kind)) is not None:
-                outcome, reason = named, element.get("message", "")
+                outcome, reason = named, element.get("message", "").strip()
         file = case.get("classname", "").replace(".", "/") + ".py"
         noted = {each.get("name"): each.get("value") for each in case.iter("property")}
         times = float(case.get("time", 0)), float(noted.get("cpu_s", 0))
@@ -59,6 +59,12 @@ def durations(found: list[Case], shown: int = 25) -> list[str]:
     ]  # fmt: skip
 
 
+def in_short(reason: str) -> str:
+    """The first line, and the last: of an error in another process, what happened there."""
+    lines = reason.splitlines() or ["no message"]
+    return " ... ".join(line[:200] for line in dict.fromkeys((lines[0], lines[-1])))
+
+
 def summary(paths: list[Path], wall_s: float, with_durations: bool) -> tuple[bool, str]:
     """Whether all is well, and the text."""
     found, lines = [case for path in paths if path.exists() for case in cases(path)], []
@@ -67,7 +73,7 @@ def summary(paths: list[Path], wall_s: float, with_durations: bool) -> tuple[boo
     reasons = Counter(case.reason for case in found if case.outcome == "skipped")
     lines += ["", *(f"SKIPPED {count}: {reason}" for reason, count in reasons.items())]
     bad = [case for case in found if case.outcome in ("failed", "error")]
-    lines += [f"{case.outcome.upper()} {case.file}::{case.name}" for case in bad]
+    lines += [f"{case.outcome.upper()} {case.file}::{case.name}: {in_short(case.reason)}" for case in bad]
     missing = [path for path in paths if not path.exists()]
     lines += [f"FAILED {path.stem}: pytest has written no {path}" for path in missing]
     count = Counter(case.outcome for case in found)

@@ -179,7 +179,7 @@ def test_a_cluster_that_has_begun_is_closed_and_one_may_come_again_before(cluste
     c = cluster(2)
     gone = c.worker("b")
     gone._connect().close()
-    wait_for(lambda: c.head.nodes["b"][1].over())
+    wait_for(lambda: "b" in c.head.nodes and c.head.nodes["b"][1].over())
     again = c.worker("b")
     c.join(again)
     with pytest.raises(RendezvousError, match="the run has its 2 nodes and has begun"):

@@ -12,7 +12,7 @@ from summary import cases, summary
 TESTS = """
 import pytest
 def test_well(): pass
-def test_ill(): assert 0
+def test_ill(): raise LookupError("log\\nmore\\nOSError: gone")
 @pytest.mark.skip(reason="no checkout")
 @pytest.mark.parametrize("i", [1, 2])
 def test_absent(i): pass
@@ -52,9 +52,9 @@ def test_every_outcome_is_counted_and_named(tmp_path):
     assert lines[-1] == "2 passed, 1 failed, 2 error, 2 skipped in 1 min 15 s"
     assert "SKIPPED 2: no checkout" in lines
     assert {
-        "FAILED test_one.py::test_ill",
-        "ERROR test_one.py::test_broken",
-        "ERROR test_one.py::test_left",
+        "FAILED test_one.py::test_ill: LookupError: log ... OSError: gone",
+        'ERROR test_one.py::test_broken: failed on setup with "OSError"',
+        'ERROR test_one.py::test_left: failed on teardown with "OSError"',
     } <= set(lines)
     assert any(line.startswith("seconds and processor seconds, by file; ") for line in lines)
     assert any(line.endswith("test_two.py::test_two") for line in lines)

@@ -42,17 +42,16 @@ def test_answers_come_by_number_from_processes_of_their_own(warm):
         answers = warm.run(3, told, "NAME", NAME=variable)
         assert [answer[:3] for answer in answers] == [(number, variable, True) for number in range(3)]
         assert len({answer[3] for answer in answers}) == 3
-    assert warm.alive
 
 
 @pytest.mark.parametrize(
     "how, message", [("raises", "LookupError: nothing there"), ("dies", "process 1 died")]
 )
-def test_what_goes_wrong_is_told_at_once_with_the_output(warm, how, message):
+def test_what_goes_wrong_is_told_at_once_with_the_output_and_the_next_job_runs(warm, how, message):
     with pytest.raises(AssertionError, match=message) as error:
         warm.run(2, goes_wrong, how)
     assert "said before" in str(error.value) or how == "dies"  # a killed process has not flushed
-    assert not warm.alive
+    assert warm.run(1, told, "NAME")[0][:3] == (0, None, True)
 
 
 def test_a_hang_meets_the_deadline(warm):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -117,6 +118,8 @@ def test_a_signal_to_the_program_ends_what_runs_for_it(start, number):
     program = start()
     with subprocess.Popen([program, "-c", WAIT], stdout=subprocess.PIPE, text=True) as waiting:
         fork = psutil.Process(int(waiting.stdout.readline()))
+        while Path(f"/proc/{waiting.pid}/comm").read_text() != f"for {fork.pid}\n":
+            time.sleep(0.01)
         waiting.send_signal(number)
         rest = waiting.stdout.read()  # to its end: the fork has closed it, too
     assert (rest, waiting.returncode) == (("left\n", 5) if number == signal.SIGTERM else ("", -number))

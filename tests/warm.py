@@ -29,34 +29,39 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PATIENCE_S = 600.0  # with what hangs; a loaded machine takes minutes where an idle one takes seconds
+cpu_s = [0.0]  # processor time of jobs that ended, as long as what forked them has not: it counts with them
 
 
 class Warm:
-    """The process. ``path`` is its PYTHONPATH; what it forks has the sys.path of this process after it."""
+    """The process. ``path`` is its PYTHONPATH; what it forks has the sys.path of this process after it.
+
+    It starts with the first job, and again with the next one after a job that went wrong.
+    """
 
     def __init__(self, modules: Sequence[str], path: str = ""):
-        self.path, self.directory = path, tempfile.mkdtemp(prefix="warm-")
+        self.modules, self.path, self.process, self.cpu_s = modules, path, None, 0.0
+        atexit.register(self.stop)
+
+    def _start(self) -> None:
+        self.directory = tempfile.mkdtemp(prefix="warm-")
         self.log = Path(self.directory, "log")
         code = "import sys; sys.path.append(sys.argv[1]); import warm; warm.serve(sys.argv[2:])"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, str(Path(__file__).parent), *modules],
-            env=os.environ | {"PYTHONPATH": path},
+            [sys.executable, "-c", code, str(Path(__file__).parent), *self.modules],
+            env=os.environ | {"PYTHONPATH": self.path},
             bufsize=0,  # so that select sees what was not read
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log.open("w"),
         )
-        atexit.register(self.stop)
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
 
     def stop(self) -> None:
-        atexit.unregister(self.stop)
-        self.process.kill()
-        self.process.communicate()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self.process:
+            self.process.kill()
+            self.process.communicate()
+            shutil.rmtree(self.directory, ignore_errors=True)
+            cpu_s[0] -= self.cpu_s
+            self.process, self.cpu_s = None, 0.0
 
     def run(self, count: int, function, *args, seconds: float = PATIENCE_S, **environment: str) -> list:
         """Results of ``function(number, *args)`` in ``count`` processes, by number.
@@ -66,6 +71,8 @@ class Warm:
         Raises:
             AssertionError: one raised (shown with its output), died, or did not answer in ``seconds``.
         """
+        if not self.process:
+            self._start()
         directory = Path(tempfile.mkdtemp(dir=self.directory))
         own = {"PYTHONPATH": self.path} if self.path else {}
         job = {
@@ -108,7 +115,12 @@ class Warm:
 
     def _ended(self, seconds: float) -> int | None:
         """The number of a process that ended; None if none does so in time."""
-        return int(self._line()) if select.select([self.process.stdout], [], [], max(0, seconds))[0] else None
+        if not select.select([self.process.stdout], [], [], max(0, seconds))[0]:
+            return None
+        number, used_s = self._line().split()
+        self.cpu_s += float(used_s)
+        cpu_s[0] += float(used_s)
+        return int(number)
 
     def _line(self) -> bytes:
         line = self.process.stdout.readline()
@@ -144,7 +156,8 @@ def serve(modules: Sequence[str]) -> None:
             numbers[pid] = number
         print(*numbers, file=answers, flush=True)
         for _ in numbers:
-            print(numbers[os.wait()[0]], file=answers, flush=True)
+            pid, _, used = os.wait4(-1, 0)
+            print(numbers[pid], used.ru_utime + used.ru_stime, file=answers, flush=True)
 
 
 def _live(number: int, job: dict, directory: Path, imported: dict[str, str]) -> None:

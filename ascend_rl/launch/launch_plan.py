@@ -121,8 +121,12 @@ class Plan:
             **{name: self.settings[name] for name in ("RESTART_SERVERS", "SERVER_DEADLINE_S")},
             # No idle workers for the driver: actors with variables of their own never use them.
             "RAY_prestart_worker_first_driver": os.environ.get("RAY_prestart_worker_first_driver", "0"),
-            # By itself Ray gives up when the raylet takes 30 s to start, as on a busy machine.
-            "RAY_raylet_start_wait_time_s": os.environ.get("RAY_raylet_start_wait_time_s", "300"),
+            # By itself Ray gives up when the raylet takes 30 s to start, as on a busy machine, and a driver
+            # when it finds none within 60 s.
+            **{
+                name: os.environ.get(name, "300")
+                for name in ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_request_timeout_seconds")
+            },
             # The launcher ends Ray when the run has ended: nothing is left to wait for.
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }

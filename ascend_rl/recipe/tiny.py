@@ -20,6 +20,7 @@ import argparse
 import fcntl
 import random
 import shutil
+import sys
 from pathlib import Path
 
 DIGITS_MAX = 99
@@ -177,7 +178,8 @@ def warm_start(model, tokenizer, pairs, seed: int, until: float, max_steps: int 
     ]
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
-    progress = tqdm(range(1, max_steps + 1), desc="warm start", unit="step", leave=False)
+    every_s = 0.1 if sys.stderr.isatty() else 10  # a log gets a line each time
+    progress = tqdm(range(1, max_steps + 1), desc="warm start", unit="step", leave=False, mininterval=every_s)
     for step in progress:
         for group in optimizer.param_groups:
             group["lr"] = 5e-3 * max(0.1, 1 - step / 500)

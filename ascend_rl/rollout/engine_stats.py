@@ -5,7 +5,7 @@ process for all engines of a server, also keeps times and histograms for each to
 count. Each sends one small struct a step with its tokens; `EngineStats` reads it in passing, and the trainer
 takes what a server has seen since it last asked, after each rollout. `step_metrics` makes metrics of it.
 
-Invariants (tests/test_engine_stats.py, tests/patched/test_engine_stats.py): preemptions, drafts and requests
+Invariants (tests/test_engine_stats.py, tests/patched/test*_engine_stats.py): preemptions, drafts and requests
 are those of vLLM's schedulers; a metric that an engine does not give is absent; no error here ends a rollout.
 Cost: O(1) an engine step, and a look at one field a token batch; one Ray call a server and rollout.
 """

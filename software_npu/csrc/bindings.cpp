@@ -15,6 +15,7 @@ namespace py = pybind11;
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   npu::register_device();
 
+  m.attr("MOST_DEVICES") = kMostDevices;
   m.def("device_count", &snpu_device_count);
   m.def("current_device", &npu::current_device);
   m.def("set_device", &npu::set_current_device);

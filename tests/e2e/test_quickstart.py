@@ -15,24 +15,39 @@ from collections import Counter
 
 import psutil
 import pytest
-from runs import PATIENCE_S, finish, launch, metrics, named, training
+from runs import PATIENCE_S, finish, launch, metrics, named, nothing_left_of, training
 
 from ascend_rl.launch.supervise import descendants
 
 pytestmark = [pytest.mark.timeout(2 * PATIENCE_S)]
 
 
-def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabilities):
-    """quickstart.sh itself, with 40 steps: half the default, so a looser reward than its own 0.8."""
-    output = tmp_path / "run"
-    run = subprocess.run(
-        ["bash", "quickstart.sh", "--steps", "40"],
-        cwd=root,
-        text=True,
-        capture_output=True,
-        env=os.environ | {"OUTPUT_DIR": str(output)},
-    )
+@pytest.fixture(scope="module")
+def quickstart(root, tmp_path_factory, request):
+    """quickstart.sh itself, with 40 steps: its OUTPUT_DIR, where an earlier run was, and how it ended.
+
+    It exports and evaluates only where a test of that is to run.
+    """
+    outputs, wanted = tmp_path_factory.mktemp("quickstart"), {item.name for item in request.session.items}
+    evaluate = ["--evaluate"] * (test_its_model_is_exported_and_evaluated.__name__ in wanted)
+    output = outputs / "run"
+    for stale in ("checkpoints/global_step_9", "evaluation/9", "model/earlier"):
+        (output / stale).mkdir(parents=True)
+    with nothing_left_of(outputs):
+        run = subprocess.run(
+            ["bash", "quickstart.sh", "--steps", "40", *evaluate],
+            cwd=root,
+            text=True,
+            capture_output=True,
+            env=os.environ | {"OUTPUT_DIR": str(output)},
+        )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return output, run
+
+
+def test_gspo_learns_addition(quickstart, same_probabilities):
+    """Half the steps of the default, so a looser reward than its own 0.8."""
+    output, run = quickstart
     report = json.loads((output / "report.json").read_text())
     assert report["steps"] == 40
     assert report["final_reward"] >= 0.65 and report["val_reward"] >= 0.75
@@ -41,6 +56,7 @@ def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabil
     assert (output / "report.png").stat().st_size > 10_000
     assert "held-out reward, greedy, after" in run.stdout and "40/40" in run.stderr
     steps = training(output)
+    assert len(steps) == 40
     same_probabilities(steps)
     assert any(row["actor/pg_clipfrac"] > 0 for row in steps)  # the second update of a step is off-policy
     assert all(row["actor/gspo/seq_ratio/p05"] <= row["actor/gspo/seq_ratio/p95"] for row in steps)
@@ -48,25 +64,15 @@ def test_gspo_learns_addition(root, tmp_path, nothing_left_behind, same_probabil
 
 
 @pytest.mark.long
-def test_the_quickstarts_model_is_exported_and_evaluated(root, tmp_path, nothing_left_behind):
+def test_its_model_is_exported_and_evaluated(quickstart):
     """What was evaluated is what was trained, and the picture shows it; nothing of an earlier run is."""
-    output = tmp_path / "run"
-    for stale in ("checkpoints/global_step_9", "evaluation/9", "model/earlier"):
-        (output / stale).mkdir(parents=True)
-    run = subprocess.run(
-        ["bash", "quickstart.sh", "--steps", "20", "--evaluate"],
-        cwd=root,
-        text=True,
-        capture_output=True,
-        env=os.environ | {"OUTPUT_DIR": str(output)},
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    assert not (output / "model/earlier").exists() and len(training(output)) == 20
+    output, run = quickstart
+    assert not (output / "model/earlier").exists()
     evaluations = {
-        step: json.loads((output / f"evaluation/{step}/report.json").read_text()) for step in (0, 20)
+        step: json.loads((output / f"evaluation/{step}/report.json").read_text()) for step in (0, 40)
     }
-    assert evaluations[20]["model"].startswith(f"{output}/model ")
-    before, after = (evaluations[step]["results"]["val"] for step in (0, 20))
+    assert evaluations[40]["model"].startswith(f"{output}/model ")
+    before, after = (evaluations[step]["results"]["val"] for step in (0, 40))
     assert after["avg@4"] > before["avg@4"] + 0.1 and after["pass@4"] > after["avg@4"]
     said = rf"evaluated: val avg@4 +{before['avg@4']:.3f} to {after['avg@4']:.3f}\n"
     assert re.search(said, run.stdout), run.stdout[-3000:]

@@ -1,11 +1,13 @@
 """Real vLLM servers of verl behind its agent loop, without a trainer.
 
-For test_rollout_rebalance.py and bench/bench_rollout_engine.py.
+For tests of moved requests and restarted servers, and bench/bench_rollout_engine.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,8 +168,35 @@ def requests_unfinished(server: vLLMHttpServer) -> int:
     return server.engine.output_processor.get_num_unfinished_requests()
 
 
+def strike(server: vLLMHttpServer, pid: int, number: signal.Signals) -> None:
+    """Send a signal when an engine has answered and two requests or more are unfinished.
+
+    From within: a call of the server may wait for longer than a short rollout takes.
+    """
+    client = server.engine.engine_core
+    get_output = client.get_output_async
+
+    async def struck():
+        outputs = await get_output()
+        if requests_unfinished(server) > 1:
+            client.get_output_async = get_output
+            os.kill(pid, number)
+        return outputs
+
+    client.get_output_async = struck
+
+
+def fork_for(pid: int) -> psutil.Process:
+    """The process, or if it is a program whose place a fork takes (launch.warm_start), that fork."""
+    name = psutil.Process(pid).name()
+    return psutil.Process(int(name.removeprefix("for ")) if name.startswith("for ") else pid)
+
+
 def engine_pids(server: vLLMHttpServer) -> list[int]:
-    engines = [c for c in psutil.Process().children(recursive=True) if "EngineCor" in c.name()]
+    engines = [
+        fork_for(started.pid) for started in server.engine.engine_core.resources.engine_manager.processes
+    ]
+    assert all("EngineCor" in engine.name() for engine in engines)
     assert len(engines) == len(server.engine.engine_core.core_engines)
     return [engine.pid for engine in engines]
 

@@ -5,6 +5,7 @@ The oracle is Hugging Face: the same checkpoint, the same tokens, float32.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,34 +120,33 @@ def response_log_probs(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def make_worker(layout: Layout, path: Path, *overrides: str, rows: int = 8):
     """verl's ActorRolloutRefWorker as the trainer makes it for role "actor", with ``layout`` and the
     checkpoint."""
-    from hydra import compose, initialize_config_module
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from megatron_defaults import DEFAULTS
 
     from megatron.core import parallel_state
     from verl.workers.megatron_workers import ActorRolloutRefWorker, repatch
 
     actor = "actor_rollout_ref.actor"
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose(
-            "ppo_megatron_trainer",
-            overrides=[
-                f"actor_rollout_ref.model.path={path}",
-                "actor_rollout_ref.rollout.name=vllm",
-                "actor_rollout_ref.rollout.n=1",
-                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
-                f"{actor}.megatron.tensor_model_parallel_size={layout.tp}",
-                f"{actor}.megatron.pipeline_model_parallel_size={layout.pp}",
-                f"{actor}.megatron.context_parallel_size={layout.cp}",
-                f"{actor}.megatron.expert_model_parallel_size={layout.ep}",
-                f"{actor}.megatron.expert_tensor_parallel_size={layout.etp}",
-                f"{actor}.megatron.dtype=float32",
-                f"{actor}.ppo_mini_batch_size={rows}",
-                f"{actor}.ppo_micro_batch_size_per_gpu=2",
-                f"{actor}.optim.lr=1e-2",
-                f"{actor}.optim.total_training_steps=100",
-                *layout.options,
-                *overrides,
-            ],
-        )
+    given = [
+        f"actor_rollout_ref.model.path={path}",
+        "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+        f"{actor}.megatron.tensor_model_parallel_size={layout.tp}",
+        f"{actor}.megatron.pipeline_model_parallel_size={layout.pp}",
+        f"{actor}.megatron.context_parallel_size={layout.cp}",
+        f"{actor}.megatron.expert_model_parallel_size={layout.ep}",
+        f"{actor}.megatron.expert_tensor_parallel_size={layout.etp}",
+        f"{actor}.megatron.dtype=float32",
+        f"{actor}.ppo_mini_batch_size={rows}",
+        f"{actor}.ppo_micro_batch_size_per_gpu=2",
+        f"{actor}.optim.lr=1e-2",
+        f"{actor}.optim.total_training_steps=100",
+        *layout.options,
+        *overrides,
+    ]
+    config = copy.deepcopy(DEFAULTS)
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(given), config)
     if repatch is not None:  # MindSpeed: the worker does it too, but before any groups of ranks exist
         repatch(config.actor_rollout_ref.actor.megatron.override_transformer_config)
     parallel_state.destroy_model_parallel()

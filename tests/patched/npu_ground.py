@@ -24,7 +24,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from warm import PATIENCE_S
+from warm import PATIENCE_S, cpu_s
 from wheels import CHIPS, wheels_file
 
 from ascend_rl.host.npu_tools import built_for
@@ -36,6 +36,8 @@ WEIGHT_SYNC = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtensi
 
 class Ground:
     """The process; use it as a context manager."""
+
+    cpu_s = 0.0
 
     def __enter__(self) -> Ground:
         tree = os.environ.get("VLLM_ASCEND_TREE", ROOT / "frameworks/vllm_ascend")
@@ -58,6 +60,7 @@ class Ground:
     def __exit__(self, *error) -> None:
         self.process.terminate()
         self.process.communicate()
+        cpu_s[0] -= self.cpu_s  # they count with the process
         self.directory.cleanup()
 
     def run(self, function, *args, seconds: float = PATIENCE_S, **kwargs):
@@ -72,7 +75,9 @@ class Ground:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
-        self.process.stdout.readline()
+        used_s = float(self.process.stdout.readline() or 0)
+        self.cpu_s += used_s
+        cpu_s[0] += used_s
         value, error = None, f"it died, or did not return in {seconds:.0f} s"
         if result.exists():
             value, error = json.loads(result.read_text())
@@ -96,6 +101,7 @@ def prepare() -> None:
     assert vllm.platforms.current_platform.device_name == "npu"
     import ray  # noqa: F401
 
+    import vllm.compilation.backends  # and with it torch._inductor, of engines with graphs
     import vllm.entrypoints.llm
     from vllm_ascend.quantization.compressed_tensors import compressed_tensors  # noqa: F401
     from vllm_ascend.worker import worker  # noqa: F401
@@ -119,7 +125,9 @@ def serve() -> None:
     os.dup2(2, 1)  # what is printed goes to the log
     prepare()
     faulthandler.enable()
-    gc.freeze()  # an engine collects garbage many times while it starts
+    # An engine collects garbage many times while it starts: what is imported here is none.
+    gc.freeze()
+    gc.unfreeze = lambda: None
     for line in sys.stdin:
         module, name, args, kwargs, result, seconds = json.loads(line)
         os.truncate(2, 0)  # the log is the job's
@@ -137,11 +145,11 @@ def serve() -> None:
             sys.stderr.flush()
             os._exit(0)
         try:
-            os.waitpid(pid, 0)
+            used = os.wait4(pid, 0)[2]
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-        print("done", file=answers, flush=True)
+        print(used.ru_utime + used.ru_stime, file=answers, flush=True)
 
 
 def save_random_model(path: Path, moe: bool = False, seed: int = 0) -> Path:

@@ -51,8 +51,8 @@ def decode(path: str, mode: str, sizes: list[int], prompts: list[list[int]], dra
 
 
 @pytest.mark.parametrize(("mode", "sizes", "drafts"), [
-    ("FULL_DECODE_ONLY", [16, 24], 3),  # batches of equal decodes: vllm-ascend 0.13.0 pads them by itself
     ("FULL", [8, 64], 0),  # prompts and decodes of different lengths share a graph
+    ("FULL_DECODE_ONLY", [16, 24], 3),  # batches of equal decodes: vllm-ascend 0.13.0 pads them by itself
 ])  # fmt: skip
 def test_sequences_end_with_the_graph(npu_ground, tiny, mode, sizes, drafts):
     rng = random.Random(0)

@@ -43,6 +43,14 @@ def options_in_force(root, conf: str | None) -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.parametrize("others", [{}, {"base_addr_aligned_kb": "16"}])
+def test_segments_are_switched_where_the_environment_leaves_them_free(root, others):
+    conf = ",".join(f"{name}:{value}" for name, value in others.items())
+    start, *switched = options_in_force(root, conf)
+    assert start == others
+    assert switched == [others | {"expandable_segments": value} for value in ("False", "True") * 2]
+
+
 @pytest.mark.parametrize(
     ("conf", "options"),
     [
@@ -52,14 +60,6 @@ def options_in_force(root, conf: str | None) -> list[dict[str, str]]:
 )
 def test_what_the_environment_asks_for_holds_after_weight_syncs(root, conf, options):
     assert options_in_force(root, conf) == [options] * 5
-
-
-@pytest.mark.parametrize("others", [{}, {"base_addr_aligned_kb": "16"}])
-def test_segments_are_switched_where_the_environment_leaves_them_free(root, others):
-    conf = ",".join(f"{name}:{value}" for name, value in others.items())
-    start, *switched = options_in_force(root, conf)
-    assert start == others
-    assert switched == [others | {"expandable_segments": value} for value in ("False", "True") * 2]
 
 
 def test_a_machine_without_accelerator_does_nothing():

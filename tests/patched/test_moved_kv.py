@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.spawn
 import os
 from pathlib import Path
 
@@ -12,14 +13,16 @@ from warm import Warm
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(forked):
     """Runs functions, each in a process of its own: a process has one KV connector."""
     warm = Warm(["vllm.entrypoints.llm"])  # a fork of this process may wait for threads that it lacks
-    yield lambda function, *args, **options: warm.run(1, call, function, args, options)[0]
+    program = forked["py_executable"]
+    yield lambda function, *args, **options: warm.run(1, call, program, function, args, options)[0]
     warm.stop()
 
 
-def call(_, function, args, options):
+def call(_, program, function, args, options):
+    multiprocessing.spawn.set_executable(program)
     return function(*args, **options)
 
 
@@ -37,7 +40,7 @@ TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
 @pytest.mark.parametrize(
-    ("workers", "options"), [(1, {}), pytest.param(2, TWO_RANKS, marks=pytest.mark.long)]
+    ("workers", "options"), [pytest.param(2, TWO_RANKS, marks=pytest.mark.long), (1, {})]
 )
 def test_the_target_computes_one_token(run, model, stayed, tmp_path, workers, options):
     found = move(run, model, tmp_path, workers, **options)

@@ -92,8 +92,8 @@ def replays(runs: list[dict]) -> tuple[int, int]:
 ON = {"additional_config": {"graphs_by_rank": True}}
 # Series, prompt tokens of late requests, options; decode steps beside a prefill, replays among them.
 CASES = {
-    "all ranks go without a graph": ("A3", SHORT, {}, (3, 0)),
     "a rank that decodes replays its graph": ("A3", SHORT, ON, (3, 3)),
+    "all ranks go without a graph": ("A3", SHORT, {}, (3, 0)),
     "not beside more tokens than MC2 takes": ("A3", LONG, ON, (3, 0)),
     "chunks of a prefill are as few": ("A3", LONG, ON | {"max_num_batched_tokens": max(SIZES)}, None),
     "not where ranks gather all tokens": ("A2", SHORT, ON, (3, 0)),

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -32,7 +29,7 @@ def adapter():
 
 
 @pytest.fixture(scope="module")
-def trainer(start_ray, tiny, tmp_path_factory):
+def trainer(start_ray, forked, tiny, tmp_path_factory):
     """Two replicas, and the adapter of a training worker."""
     import ray
     from live_servers import configuration, trainer_of
@@ -44,7 +41,7 @@ def trainer(start_ray, tiny, tmp_path_factory):
         patch.setenv(server_restart.DEADLINE, str(DEADLINE_S))
         patch.setattr(server_restart, "CHECK_S", 0.5)
         patch.setattr(server_restart, "ANSWER_S", 2.0)
-        start_ray(num_cpus=4, resources={"NPU": 2}, include_dashboard=False)
+        start_ray(num_cpus=4, resources={"NPU": 2}, include_dashboard=False, runtime_env=forked)
 
         @ray.remote(num_cpus=0, resources={"NPU": 1})  # verl asks its training workers where they are
         class Worker:
@@ -164,29 +161,19 @@ def undisturbed(trainer):
     return rollout(trainer)[0]
 
 
-def processes(trainer, replica: int) -> list[psutil.Process]:
-    """A server's actor, and its engine."""
+def server(trainer):
+    """Server 0."""
+    (server,) = trainer.manager.rollout_replicas[0].servers
+    return server
+
+
+def processes(trainer) -> list[psutil.Process]:
+    """The actor of server 0, and its engine."""
     import ray
+    from live_servers import fork_for
 
-    (server,) = trainer.manager.rollout_replicas[replica].servers
-    found = ray.get(server.__ray_call__.remote(server_restart.processes))
-    return [psutil.Process(pid) for pid, _ in found]
-
-
-def when_busy(trainer, replica: int, then) -> threading.Thread:
-    """Do something as soon as a server generates."""
-    import ray
-
-    (server,) = trainer.manager.rollout_replicas[replica].servers
-
-    def wait():
-        while ray.get(server.__ray_call__.remote(server_restart.pulse))[0] < 2:
-            time.sleep(0.01)
-        then()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
+    found = ray.get(server(trainer).__ray_call__.remote(server_restart.processes))
+    return [fork_for(pid) for pid, _ in found]
 
 
 FAULTS = [
@@ -199,12 +186,14 @@ FAULTS = [
 
 @pytest.mark.parametrize(("victim", "number"), FAULTS)
 def test_a_rollout_goes_on_and_the_server_starts_again(trainer, undisturbed, victim, number, capfd):
-    old = processes(trainer, 0)
+    import ray
+    from live_servers import steps_done, strike
+
+    old = processes(trainer)
     pid = next(process.pid for process in old if process.name().startswith(victim))
     asyncio.run(trainer.adapter._execute_method("check_health"))
-    striking = when_busy(trainer, 0, lambda: os.kill(pid, number))
+    ray.get(server(trainer).__ray_call__.remote(strike, pid, number))
     responses, _ = rollout(trainer)
-    striking.join()
     assert responses == undisturbed
     trainer.checkpoints.sleep_replicas()  # the training step follows, without this server
     assert not trainer.manager.rollout_replicas[0].servers
@@ -212,13 +201,13 @@ def test_a_rollout_goes_on_and_the_server_starts_again(trainer, undisturbed, vic
 
     trainer.checkpoints.update_weights(7)
     assert trainer.synced.pop() == 7
-    new = processes(trainer, 0)
+    new = processes(trainer)
     assert not {p.pid for p in old} & {p.pid for p in new}
-    striking = when_busy(trainer, 0, lambda: None)  # it gets requests again
+    assert ray.get(server(trainer).__ray_call__.remote(steps_done)) == [0]
     asyncio.run(trainer.adapter._execute_method("check_health"))  # so the training workers know it
     responses, timing = rollout(trainer)
-    striking.join(60)
-    assert not striking.is_alive() and responses == undisturbed
+    assert responses == undisturbed
+    assert ray.get(server(trainer).__ray_call__.remote(steps_done)) != [0]  # it gets requests again
     assert timing[server_restart.METRIC] >= 1
     said = capfd.readouterr().out
     assert f"vLLM server 0 {'died' if number == signal.SIGKILL else 'made no progress'}" in said

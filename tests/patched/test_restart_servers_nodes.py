@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
-import time
 
 import psutil
 import pytest
@@ -43,7 +41,7 @@ def cluster(start_ray):
 
 
 @pytest.fixture(scope="module")
-def trainer(cluster, start_ray, checkpoint, tmp_path_factory):
+def trainer(cluster, start_ray, forked, checkpoint, tmp_path_factory):
     """A server is one engine on each node, which share the experts: only such span nodes in verl."""
     import ray
     from live_servers import configuration, trainer_of
@@ -53,7 +51,7 @@ def trainer(cluster, start_ray, checkpoint, tmp_path_factory):
         patch.setenv(server_restart.SWITCH, "1")
         patch.setenv(server_restart.DEADLINE, str(DEADLINE_S))
         patch.setattr(server_restart, "CHECK_S", 1.0)
-        start_ray(cluster.address)
+        start_ray(cluster.address, runtime_env=forked)
 
         @ray.remote(num_cpus=0)
         class Worker:
@@ -85,15 +83,17 @@ def rollout(trainer) -> tuple[list[list[int]], dict]:
 def processes(trainer, replica: int) -> list[list[psutil.Process]]:
     """Of each node of a server: its actor, then what that started."""
     import ray
+    from live_servers import fork_for
 
     servers = trainer.manager.rollout_replicas[replica].servers
     found = ray.get([server.__ray_call__.remote(server_restart.processes) for server in servers])
-    return [[psutil.Process(pid) for pid, _ in node] for node in found]
+    return [[fork_for(pid) for pid, _ in node] for node in found]
 
 
 def test_a_server_starts_again_on_both_nodes(trainer, capfd):
     """vLLM's head does not watch engines of other nodes: the far node's server ends with its engine."""
     import ray
+    from live_servers import strike
 
     undisturbed, _ = rollout(trainer)
     old = processes(trainer, 0)
@@ -102,15 +102,8 @@ def test_a_server_starts_again_on_both_nodes(trainer, capfd):
     engine = next(p for p in old[1] if p.name().startswith("VLLM::EngineCor"))
     head = trainer.manager.rollout_replicas[0].servers[0]
 
-    def strike():
-        while ray.get(head.__ray_call__.remote(server_restart.pulse))[0] < 2:
-            time.sleep(0.01)
-        engine.send_signal(signal.SIGKILL)
-
-    striking = threading.Thread(target=strike)
-    striking.start()
+    ray.get(head.__ray_call__.remote(strike, engine.pid, signal.SIGKILL))
     responses, _ = rollout(trainer)
-    striking.join()
     assert responses == undisturbed
     trainer.checkpoints.sleep_replicas()
     assert not trainer.manager.rollout_replicas[0].servers and trainer.manager.rollout_replicas[1].servers

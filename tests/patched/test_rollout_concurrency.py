@@ -10,14 +10,16 @@ LAYOUT = {"tensor_model_parallel_size": 4, "data_parallel_size": 32, "expert_par
           "max_num_seqs": 256}  # fmt: skip
 
 
-def test_all_requests_of_a_step_are_let_in_and_questions_are_answered_meanwhile(start_ray, tiny, tmp_path):
+def test_all_requests_of_a_step_are_let_in_and_questions_are_answered_meanwhile(
+    start_ray, forked, tiny, tmp_path
+):
     import admitting_server
     import ray
     from hydra import compose, initialize_config_module
 
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-    start_ray(num_cpus=2, resources={"NPU": 128}, include_dashboard=False)
+    start_ray(num_cpus=2, resources={"NPU": 128}, include_dashboard=False, runtime_env=forked)
     overrides = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in LAYOUT.items()]
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose(

@@ -71,7 +71,7 @@ MOVES = "actor_rollout_ref.rollout.rollout_rebalance"
 
 
 @pytest.fixture(scope="module")
-def engines(start_ray, checkpoint, tmp_path_factory):
+def engines(start_ray, forked, checkpoint, tmp_path_factory):
     """verl's manager over real servers, one of them with two DP engines, and what happened in the engines."""
     from live_servers import Servers, configuration
 
@@ -82,7 +82,7 @@ def engines(start_ray, checkpoint, tmp_path_factory):
     class Counting(Servers):
         environment = {VARIABLE: str(path / "counts")}
 
-    start_ray(num_cpus=4, include_dashboard=False)
+    start_ray(num_cpus=4, include_dashboard=False, runtime_env=forked)
     moves = [f"{MOVES}.enable=True", f"{MOVES}.check_interval_s=0.03"]
     drafts = [SAM, f"{VLLM}.speculative_config.num_speculative_tokens=3"]
     manager = Counting.create(configuration(checkpoint, path, *moves, *drafts))

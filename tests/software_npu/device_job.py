@@ -26,14 +26,7 @@ from ascend_rl.settings.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "software_npu/site"
-_process: list[Warm] = []
-
-
-def process() -> Warm:
-    if not (_process and _process[0].alive):
-        os.environ["SOFTWARE_NPU_WHEELS"] = str(wheels_file())
-        _process[:] = [Warm(["torch"], str(SITE))]
-    return _process[0]
+warm = Warm(["torch"], str(SITE))
 
 
 def body(number: int, module: str, name: str, ranks: int, args: tuple):
@@ -61,7 +54,8 @@ def on_npu(ranks: int = 0, **environment: str):
             if ranks:
                 place["MASTER_PORT"] = str(free_port())
             job = (function.__module__, function.__name__, ranks, (*args, *fixtures.values()))
-            return process().run(ranks or 1, body, *job, **environment | (place if ranks else {}))[0] and None
+            os.environ["SOFTWARE_NPU_WHEELS"] = str(wheels_file())  # of the process that forks, too
+            return warm.run(ranks or 1, body, *job, **environment | (place if ranks else {}))[0] and None
 
         if ranks:  # pytest takes no fixture for the number of the rank
             parameters = list(inspect.signature(function).parameters.values())[1:]

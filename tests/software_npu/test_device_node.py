@@ -167,6 +167,20 @@ time.sleep(3)
     assert record["die_peak_bytes"] == record["peak_bytes"]
 
 
+def test_the_thread_that_records_does_not_settle_which_devices_are_seen(tmp_path):
+    """A Ray worker is told its device when its actor starts, on a loaded machine seconds after the fork."""
+    program = """
+import os, time, torch, torch_npu
+time.sleep(2.5)
+os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1"
+torch_npu.npu_swiglu(torch.ones(4, 4, device="npu"))
+time.sleep(3)
+"""
+    run(program, **node(CHIPS["A3"], 2), SOFTWARE_NPU_RECORD=str(tmp_path))
+    (record,) = [json.loads(file.read_text()) for file in tmp_path.glob("[0-9]*.json")]
+    assert (list(record["peak_bytes"]), list(record["die_peak_bytes"])) == (["0"], ["1"])
+
+
 def test_the_thread_that_records_opens_no_file_as_a_fork_begins(tmp_path):
     """A fork that takes the place of a program (launch.warm_start) puts its files in place then."""
     program = """

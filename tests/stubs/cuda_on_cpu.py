@@ -6,7 +6,7 @@ Streams and events do nothing, because a CPU computes in program order. The gene
 figures are 0. ``torch.cuda.is_available()`` stays False: verl and vLLM must go on seeing a CPU. Numbers are
 torch's; nothing here computes, except that all_to_all is made of sends and receives, which gloo does have.
 
-torch_2_8.py is installed too.
+torch_2_8.py and one_gloo_device.py are installed too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import functools
 import logging
 
+import one_gloo_device
 import torch
 import torch.distributed as dist
 import torch_2_8
@@ -77,6 +78,7 @@ def install() -> None:
     # warns of.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     torch_2_8.install()
+    one_gloo_device.install()
     dist.all_to_all = all_to_all
     dist.all_to_all_single = _lists_for_splits(dist.all_to_all_single)
 

@@ -30,7 +30,9 @@ def name() -> str:
 
 
 def state() -> dict:
-    peaks = {device: _C.peak_bytes(device) for device in range(_C.device_count())}
+    # Not device_count(): the first who asks settles which devices there are, and ASCEND_RT_VISIBLE_DEVICES
+    # may be set later than the first look here.
+    peaks = {device: _C.peak_bytes(device) for device in range(_C.MOST_DEVICES)}
     return {
         "calls": dict(training.calls),
         "graphs": _C.graph_counts(),

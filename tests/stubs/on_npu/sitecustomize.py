@@ -11,7 +11,8 @@ STUBS = os.path.dirname(HERE)
 
 
 def install() -> None:
-    runpy.run_path(f"{STUBS}/torch_2_8.py")["install"]()
+    for name in ("torch_2_8", "one_gloo_device"):
+        runpy.run_path(f"{STUBS}/{name}.py")["install"]()
 
 
 runpy.run_path(f"{STUBS}/before_megatron.py")["call"](install, HERE)
