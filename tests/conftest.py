@@ -31,8 +31,8 @@ _printed = subprocess.run(
 os.environ.update(entry.split("=", 1) for entry in _printed.stdout.decode().split("\0") if "=" in entry)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 del os.environ["WARM_START"]  # for a launcher whose script sources cpu_env.sh
-# On a loaded machine Ray's workers take minutes to start.
-os.environ["RAY_worker_register_timeout_seconds"] = "600"
+# On a loaded machine Ray's workers take minutes to start. By itself Ray lets all other processes go first.
+os.environ |= {"RAY_worker_register_timeout_seconds": "600", "RAY_worker_niceness": "0"}
 
 # Of several processes that run tests each has its own TMPDIR, as verl's weight sync names its socket there by
 # the device, and where that is permitted its own /dev/shm: what killed processes leave is no other test's.

@@ -24,14 +24,15 @@ pytestmark = pytest.mark.long
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 NAME = os.uname().nodename
-# Each NPU is asked where it is; every node must be among the answers, with its variables.
+# Each NPU is asked where it is; every node must be among the answers, with its variables. Niceness is 0.
 USE_ALL_NPUS = """
 import os, ray, sys
 ray.init(log_to_driver=False)
 @ray.remote(num_cpus=0, resources={"NPU": 1}, scheduling_strategy="SPREAD")
 class Worker:
     def where(self):
-        return ray.util.get_node_ip_address(), os.environ["OF_THE_NODE"], os.environ.get("GLOO_SOCKET_IFNAME")
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        return ray.util.get_node_ip_address(), os.environ["OF_THE_NODE"], interface, os.nice(0)
 workers = [Worker.remote() for _ in range(int(os.environ["NNODES"]) * int(os.environ["NPUS_PER_NODE"]))]
 print("NPUS", sorted(ray.get([worker.where.remote() for worker in workers])), flush=True)
 """
@@ -115,7 +116,7 @@ class Hosts:
 
     def inside(self, host: int, *command: str, console: Path | None = None, **variables):
         """Start a command on a host."""
-        dropped = ("GLOO_SOCKET_IFNAME", "VLLM_HOST_IP")  # tests/conftest.py sets the first two
+        dropped = ("GLOO_SOCKET_IFNAME", "VLLM_HOST_IP", "RAY_worker_niceness")  # tests/conftest.py sets them
         environment = {name: value for name, value in os.environ.items() if name not in dropped}
         environment |= {
             "TMPDIR": str(self.tmp / str(host)),
@@ -213,7 +214,7 @@ def test_a_run_on_two_hosts_that_fails(hosts, tmp_path):
     worker.until(f"no head at {h.address(1)} port 6380: [Errno 111] Connection refused")
     head = h.launch(1, script, NPUS_PER_NODE=2)
     text = head.until("NPUS [")
-    where = [(h.address(i), str(i), "eth0") for i in (1, 1, 2, 2)]
+    where = [(h.address(i), str(i), "eth0", 0) for i in (1, 1, 2, 2)]
     assert f"NPUS {where}" in text and "Ray has 4 of 4 NPUs; training starts" in text
 
     # A second launch on either, a node too many, and one with other settings.

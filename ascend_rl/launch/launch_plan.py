@@ -72,6 +72,18 @@ SETTINGS = dict.fromkeys(
     "STALL_DEADLINE_S": "14400" if npus_here() else "600",
     "START_DEADLINE_S": "14400" if npus_here() else "900",
 }
+# Of Ray, where the user's variables do not say otherwise.
+RAY_DEFAULTS = {
+    # No idle workers for the driver: actors with variables of their own never use them.
+    "RAY_prestart_worker_first_driver": "0",
+    # By itself Ray gives up when the raylet takes 30 s to start, as on a busy machine, and a driver when it
+    # finds none within 60 s.
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_gcs_server_request_timeout_seconds": "300",
+    # By itself Ray lets all other processes go first (niceness 15): beside two busy ones on two cores, its
+    # workers and their vLLM engines get a thirtieth of the processor time.
+    "RAY_worker_niceness": "0",
+}
 SWITCHES = ("VERBOSE", "SKIP_PREFLIGHT", "SKIP_REPORT", "RESTART_SERVERS")
 SCHEDULERS = {"NNODES": "WORLD_SIZE", "RAY_PORT": "MASTER_PORT"}
 TOKEN_LENGTH = 16
@@ -119,14 +131,7 @@ class Plan:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self.token,
             **{name: self.settings[name] for name in ("RESTART_SERVERS", "SERVER_DEADLINE_S")},
-            # No idle workers for the driver: actors with variables of their own never use them.
-            "RAY_prestart_worker_first_driver": os.environ.get("RAY_prestart_worker_first_driver", "0"),
-            # By itself Ray gives up when the raylet takes 30 s to start, as on a busy machine, and a driver
-            # when it finds none within 60 s.
-            **{
-                name: os.environ.get(name, "300")
-                for name in ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_request_timeout_seconds")
-            },
+            **{name: os.environ.get(name, value) for name, value in RAY_DEFAULTS.items()},
             # The launcher ends Ray when the run has ended: nothing is left to wait for.
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }
