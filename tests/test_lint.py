@@ -414,16 +414,20 @@ def mindspeed(tmp_path, monkeypatch):
     """A function that makes a MindSpeed of this source; before it is called there is none."""
     monkeypatch.setitem(sys.modules, "mindspeed", None)  # if it is installed
     monkeypatch.setattr(pinned, "FRAMEWORKS", tmp_path)
-    lint_options.mindspeed_options.cache_clear()
+
+    def forget():
+        pinned.sources.cache_clear()
+        lint_options.mindspeed_options.cache_clear()
 
     def make(source: str) -> None:
         features = tmp_path / "mindspeed/mindspeed/features_manager/memory"
         features.mkdir(parents=True)
         (features / "feature.py").write_text(source)
-        lint_options.mindspeed_options.cache_clear()
+        forget()
 
+    forget()
     yield make
-    lint_options.mindspeed_options.cache_clear()
+    forget()
 
 
 def test_options_of_mindspeed_are_those_of_its_sources(mindspeed, on_base):

@@ -544,6 +544,7 @@ def of_engines(number: int) -> dict:
     }
 
 
+@pytest.mark.long
 def test_the_page_in_a_browser(tmp_path):
     """Three long runs, on a desk and a phone: nothing is cut, no figure breaks, every picture shows."""
     from browser import browser, tab

@@ -21,6 +21,7 @@ from pathlib import Path
 FRAMEWORKS = Path(__file__).resolve().parents[2] / "frameworks"  # of a CPU run, beside what is installed
 
 
+@cache
 def sources(package: str, *patterns: str) -> tuple[Path, ...]:
     """Files of a package that can be imported (it is not), else of frameworks/; empty if it is absent."""
     spec = importlib.util.find_spec(package)
@@ -138,6 +139,7 @@ def aliases(files: tuple[Path, ...]) -> dict[str, ast.AST]:
     return found
 
 
+@cache
 def literal(annotation: str, files: tuple[Path, ...]) -> tuple:
     """The values that a type allows, None included; empty if it allows others than a fixed set.
 

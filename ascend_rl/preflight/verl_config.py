@@ -115,6 +115,7 @@ def class_fields(sources: tuple[Path, ...]) -> dict[str, dict[str, str]]:
     return {name: fields(name) for name in own}
 
 
+@cache
 def dataclass_fields() -> dict[str, dict[str, str]]:
     """The fields of verl's configuration classes."""
     directories = ("workers/config", "trainer/config", "utils/profiler")

@@ -99,6 +99,7 @@ def test_a_terminal_shows_a_line_and_then_the_report(launched, tmp_path):
     assert "a line for the log" in log and "Draining" in log and (run / "report.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_a_rollout_of_another_model_ends_the_run_at_its_first_step(launched, tmp_path):
     """Log-probs that differ by 3 on average; without a terminal the output is a few lines."""
     process = launched(3, 60)

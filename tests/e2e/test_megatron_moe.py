@@ -25,9 +25,9 @@ def train(script: str, output, steps: int, **switches) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def gspo(tmp_path_factory):
-    """The output of 40 steps of GSPO, and their metrics."""
+    """The output of 28 steps of GSPO, and their metrics."""
     output = tmp_path_factory.mktemp("moe") / "gspo"
-    return output, train("train_gspo_qwen3_moe_tiny_cpu.sh", output, 40)
+    return output, train("train_gspo_qwen3_moe_tiny_cpu.sh", output, 28)
 
 
 def report(root, *arguments) -> dict:
@@ -37,11 +37,11 @@ def report(root, *arguments) -> dict:
 
 def test_gspo_learns_on_megatron_with_expert_parallelism(root, gspo, same_probabilities):
     output, steps = gspo
-    assert len(steps) == 40
-    same_probabilities(steps)  # 40 weight syncs from EP2
+    assert len(steps) == 28
+    same_probabilities(steps)  # 28 weight syncs from EP2
     assert any(row["actor/pg_clipfrac"] > 0 for row in steps)
     found = report(root, output)
-    # Seen: 0.61 in training, 0.79 held out, from 0.32; a loose bound for "it learns".
+    # Seen: 0.69 in training, 0.81 held out, from 0.35; a loose bound for "it learns".
     assert found["final_reward"] >= 0.5 and found["val_reward"] >= 0.6
     assert found["val_reward"] >= found["val_reward_before"] + 0.2
 

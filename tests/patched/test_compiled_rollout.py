@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from mindspeed_tree import needs_mindspeed
 from wheels import wheels_file
 
@@ -55,5 +56,6 @@ def test_the_processes_of_a_rollout_keep_torch_compile(root):
     assert answer(root, ROLLOUT, ("mindspeed", "megatron")) == "True []"
 
 
+@pytest.mark.long
 def test_a_trainer_with_mindspeed_has_no_engine(root):
     assert answer(root, TRAINER, ("vllm.v1.worker.gpu_model_runner", "vllm_ascend.worker")) == "False []"

@@ -204,6 +204,7 @@ def workers(tmp_path_factory):
     return found
 
 
+@pytest.mark.long
 def test_a_worker_process_collects_between_its_steps(workers):
     off, on = workers["0"], workers["1"]
     for worker in (off, on):
@@ -212,11 +213,13 @@ def test_a_worker_process_collects_between_its_steps(workers):
     assert on["inside"] == 0 and on["between"] >= on["steps"]
 
 
+@pytest.mark.long
 def test_the_heap_of_a_worker_process_is_frozen_and_does_not_grow(workers):
     assert workers["0"]["frozen"] == 0 and workers["1"]["frozen"] > 100_000
     assert workers["1"]["most"] < 40 * 30  # without collection all of them, 30 a step
 
 
+@pytest.mark.long
 def test_a_worker_without_sam_compiles_nothing_for_it(workers):
     """ascend_rl.speculation.sam compiles where it is imported; vLLM itself imports numba."""
     assert not any(worker["sam"] for worker in workers.values())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pandas as pd
+import pytest
 import torch
 
 from ascend_rl.recipe.tiny import compute_score
@@ -14,6 +15,7 @@ from ascend_rl.recipe.tiny import compute_score
 PROBLEMS = 16
 
 
+@pytest.mark.long
 def test_greedy_responses_are_hugging_faces(tiny, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -71,7 +71,9 @@ def rollouts(series: str, path: str, *args) -> dict:
         return on_ranks(series, RANKS, sleep_and_generate, path, *args)
 
 
-@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize(
+    "parallel", ["tensor_parallel_size", pytest.param("data_parallel_size", marks=pytest.mark.long)]
+)
 def test_only_weights_are_lost(npu_ground, tmp_path, parallel):
     """On an Atlas A3, that is a tree compiled for it, where prompts go through the all-to-all dispatch."""
     path, other = (save_random_model(tmp_path / str(seed), moe=True, seed=seed) for seed in (0, 1))
