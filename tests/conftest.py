@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import importlib
 import os
 import shutil
@@ -18,9 +19,17 @@ import warm
 from ascend_rl.settings.counts import VARIABLE, counted
 
 ROOT = Path(__file__).resolve().parent.parent
-SERVERS = tuple(
-    f"patched/test_{name}.py" for name in ("rollout_rebalance", "restart_servers", "restart_servers_nodes")
-)
+SERVERS = "rollout servers"
+# What one process runs, by a sign in the file: what forks for these tests starts once, and no two at a time
+# have several rollout servers: those of three files took 19 of 24 GiB, and Ray ends processes where memory
+# runs short.
+TOGETHER = {
+    SERVERS: "start_ray",
+    "ranks with MindSpeed": "stubs=(MINDSPEED,)",
+    "ranks": "run_ranks",
+    "NPU engines": "npu_ground",
+    "software NPU": "device_job",
+}
 CPU_S = pytest.StashKey[float]()
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12
 
@@ -161,18 +170,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files |= dict.fromkeys(long, 1)  # not at the end
 
     def place(item: pytest.Item) -> tuple[bool, int, int]:
-        servers = several and str(item.path).endswith(SERVERS)
+        servers = several and together(item.path) == SERVERS
         return not servers, order.index(item.path.parent.name), files.get(item.path.name, 2)
 
     items.sort(key=place)
 
 
+@functools.cache
+def together(path: Path) -> str:
+    """What a file belongs to of TOGETHER, or its path."""
+    text = path.read_text()
+    return next((name for name, sign in TOGETHER.items() if sign in text), str(path))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """For pytest -n: one process runs all tests of a file: they share fixtures. Proofs share nothing.
+    """For pytest -n: one process runs all tests of a file, which share fixtures, and all of TOGETHER.
 
-    One process runs all real runs, unless nothing else runs, and one all tests with several rollout servers:
-    those of three files at a time took 19 of 24 GiB, and Ray ends processes where memory runs short.
+    One process runs all real runs, unless nothing else runs. Proofs share nothing.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -180,12 +195,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            if file.endswith("/test_left_out.py"):
+            file = ROOT / nodeid.partition("::")[0]
+            if file.name == "test_left_out.py":
                 return nodeid
-            if file.endswith(SERVERS):
-                return "rollout servers"
-            return "tests/e2e" if "/e2e/" in file and not real_alone else file
+            return file.parent.name if file.parent.name == "e2e" and not real_alone else together(file)
 
     config.option.loadscopereorder = False  # in the order above
     return ByFile(config, log)

@@ -41,6 +41,7 @@ def start(directory, **environment):
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_one_of_several_processes_builds_and_later_ones_find_it(tmp_path, compiler):
     cxx, builds = compiler(), tmp_path / "builds"
     both = [start(builds, CXX=cxx) for _ in range(2)]

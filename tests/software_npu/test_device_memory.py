@@ -208,6 +208,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 @on_npu()
 def test_processes_that_share_a_die_share_its_memory(tmp_path):
     """What one holds the others have not, until it ends, however it ends."""
