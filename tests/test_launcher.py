@@ -352,7 +352,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(hosts, tmp_path):
     assert code == 0, text
     assert f"(node {NAME} ({h.address(2)}) is lost: no sign of life for 5 s); start 2 of at most 3" in text
     for i in (2, 3):
-        assert f"NPUS {[(h.address(1), '1', 'eth0'), (h.address(i), str(i), 'eth0')]}" in text
+        assert f"NPUS {[(h.address(1), '1', 'eth0', 0), (h.address(i), str(i), 'eth0', 0)]}" in text
     code, text = spare.end()
     assert code == 0 and text.count("waiting for the other nodes") == 2, text
     lost.send(signal.SIGTERM)

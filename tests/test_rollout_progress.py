@@ -109,8 +109,9 @@ def test_the_driver_decides_unless_the_user_did(monkeypatch, configured, variabl
 
 
 # A driver, a trainer and two servers as verl has them: processes of Ray. The second server gets no request.
+# Ends when its argument is there: what an actor draws takes its time to the terminal.
 PROGRAM = """
-import asyncio, sys, types
+import asyncio, os, sys, time, types
 import ray
 from omegaconf import OmegaConf
 from ascend_rl.rollout import rollout_progress
@@ -151,24 +152,29 @@ class TaskRunner:
 
 ray.init(num_cpus=4, include_dashboard=False)
 ray.get(TaskRunner.remote().run.remote(rollout.use_tqdm))
-import time; time.sleep(1.5)
+until = time.monotonic() + 120
+while not os.path.exists(sys.argv[1]) and time.monotonic() < until:
+    time.sleep(0.1)
 """
 
 
 def test_a_user_at_a_terminal_sees_it_move(tmp_path):
     """Through Ray: counted in servers, drawn by an actor, shown where the driver's terminal is."""
-    script = tmp_path / "driver.py"
+    script, seen = tmp_path / "driver.py", tmp_path / "seen"
     script.write_text(textwrap.dedent(PROGRAM))
     environment = os.environ | {"RAY_ADDRESS": "local", "RAY_raylet_start_wait_time_s": "120"}
     environment.pop(rollout_progress.TERMINAL, None)
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (40, 200))
-    process = subprocess.Popen([sys.executable, script], stdout=theirs, stderr=theirs, env=environment)
+    command = [sys.executable, script, seen]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # EIO: the other side is closed
         while chunk := os.read(ours, 1 << 16):
             shown += chunk
+            if b" 0 running, 0 waiting, longest 30" in shown:
+                seen.touch()
     os.close(ours)
     assert process.wait(200) == 0, shown.decode()[-2000:]
     text = shown.decode()
