@@ -102,6 +102,10 @@ class Warm:
                 value, error = pickle.loads(answer.read_bytes())
                 assert error is None, f"process {number}: {tail(directory, number)}\n{error}"
                 values[number] = value
+        except AssertionError as error:
+            if time.monotonic() > until - 15:  # a rank that hangs ends itself 10 s before
+                error.add_note(stacks(pids))
+            raise
         finally:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -126,6 +130,17 @@ class Warm:
         line = self.process.stdout.readline()
         assert line, f"the process that forks died: {self.log.read_text()[-3000:]}"
         return line
+
+
+def stacks(sessions: Sequence[int]) -> str:
+    """Where the processes of these sessions are: what hangs may be one that a rank has forked."""
+    told = []
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            if os.getsid(pid) in sessions:
+                command = [Path(sys.executable).with_name("py-spy"), "dump", "--pid", str(pid)]
+                told.append(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
+    return "\n".join(told)
 
 
 def tail(directory: Path, number: int) -> str:
@@ -171,7 +186,7 @@ def _live(number: int, job: dict, directory: Path, imported: dict[str, str]) -> 
         os.environ.clear()
         os.environ |= job["environment"] | imported
         sys.path[:] = job["path"]
-        faulthandler.dump_traceback_later(max(1, job["seconds"] - 10), exit=True)
+        faulthandler.dump_traceback_later(max(60, job["seconds"] - 10), exit=True)
         function, args = pickle.loads(job["call"])
         answer = pickle.dumps((function(number, *args), None))
     except BaseException:
