@@ -430,3 +430,35 @@ def test_a_dry_run_misses_the_inputs_that_the_run_would_miss(missing, tiny, tmp_
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert result.returncode == int(missing), result.stdout + result.stderr
     assert (f"{model}: it does not exist" in result.stderr) is missing
+
+
+SLOW_AGENTS = """
+import sys, time
+if any(name in " ".join(sys.orig_argv) for name in ("dashboard/agent.py", "runtime_env/agent")):
+    time.sleep(20)
+"""
+USES_RAY = """
+import ray
+ray.init(log_to_driver=False)
+asked = ray.remote(num_cpus=0, resources={"NPU": 1})(lambda: "worked").remote()
+print("it", ray.get(asked))
+"""
+
+
+@pytest.mark.long
+def test_agents_of_ray_that_start_late_end_no_run(root, tmp_path):
+    """As on a busy machine; by itself the raylet waits 15 s for them and then dies."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow/sitecustomize.py").write_text(SLOW_AGENTS)
+    script = tmp_path / "train_it.sh"
+    script.write_text(f"exec python -c '{USES_RAY}'\n")
+    given = {"NPUS_PER_NODE": 1, "SKIP_PREFLIGHT": 1, "VERBOSE": 1, "RUN_DEADLINE_S": 300}
+    given |= {"OUTPUT_DIR": tmp_path / "out", "LOG_DIR": tmp_path / "logs", "PYTHONPATH": tmp_path / "slow"}
+    run = subprocess.run(
+        ["bash", "ray_start_npu.sh", script],
+        cwd=root,
+        env=os.environ | {name: str(value) for name, value in given.items()},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0 and "it worked" in run.stdout + run.stderr, run.stdout + run.stderr

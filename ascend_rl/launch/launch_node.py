@@ -17,18 +17,23 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from ascend_rl.host import core_binding
 from ascend_rl.launch import warm_start
-from ascend_rl.launch.launch_plan import endpoint, npus_here
+from ascend_rl.launch.launch_plan import ANY_PORT, endpoint, npus_here
+from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import switched_on
 
 REMIND_S = 30.0
@@ -142,6 +147,35 @@ def wait_for_npus(job: dict, until: float, alive: Callable[[], bool]) -> str:
         ray.shutdown()
 
 
+def with_ports(command: list[str]) -> list[str]:
+    """`ray start` with ports for the raylet's agents, so that it does not wait to be told theirs."""
+    names = ("dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
+    ours = [f"--{name}-port={free_port()}" for name in names]
+    return [word for each in command for word in (ours if each == ANY_PORT else [each])]
+
+
+def announce_agent(service: subprocess.Popen) -> None:
+    """Write down the port of the raylet's dashboard agent, as the agent itself does later.
+
+    The raylet waits for this file even if it knows the port, and ends if it is not there within 15 s, which
+    an agent, a Python program, may need to start on a busy machine.
+    """
+    with contextlib.suppress(psutil.Error):
+        while service.poll() is None:
+            for raylet in psutil.Process(service.pid).children():
+                line = " ".join(raylet.cmdline())
+                found = [
+                    re.search(rf"--{name}=(\S+)", line) for name in ("session_dir", "node_id", "listen-port")
+                ]
+                if raylet.name() == "raylet" and all(found):
+                    directory, node, port = (match[1] for match in found)
+                    path = Path(directory, f"dashboard_agent_listen_port_{node}")
+                    path.with_suffix(".early").write_text(port)
+                    path.with_suffix(".early").rename(path)
+                    return
+            time.sleep(0.05)
+
+
 def train(command: list[str], alive: Callable[[], bool]) -> int | None:
     """The exit status of the training; None if Ray ended and the training did not within TELL_S.
 
@@ -171,7 +205,10 @@ def main(job: dict) -> int:
         if not problem:
             os.execvp(job["ray"][0], job["ray"])
     else:
-        service = subprocess.Popen(job["ray"])
+        single = len(job["nodes"]) == 1
+        service = subprocess.Popen(with_ports(job["ray"]) if single else job["ray"])
+        if single:  # the machine may be busy otherwise
+            threading.Thread(target=announce_agent, args=[service], daemon=True).start()
 
         def alive() -> bool:
             return service.poll() is None

@@ -80,10 +80,12 @@ RAY_DEFAULTS = {
     # finds none within 60 s.
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_agent_register_timeout_ms": "300000",  # for its own agents to answer
     # By itself Ray lets all other processes go first (niceness 15): beside two busy ones on two cores, its
     # workers and their vLLM engines get a thirtieth of the processor time.
     "RAY_worker_niceness": "0",
 }
+ANY_PORT = "--dashboard-agent-listen-port=0"
 SWITCHES = ("VERBOSE", "SKIP_PREFLIGHT", "SKIP_REPORT", "RESTART_SERVERS")
 SCHEDULERS = {"NNODES": "WORLD_SIZE", "RAY_PORT": "MASTER_PORT"}
 TOKEN_LENGTH = 16
@@ -159,7 +161,7 @@ class Plan:
             f"--temp-dir={temp_dir}",
             f"--resources={json.dumps({'NPU': self.npus})}",
             f"--num-cpus={self.settings['RAY_NUM_CPUS'] or 8 + 8 * self.npus}",
-            "--dashboard-agent-listen-port=0",
+            ANY_PORT,
         ]
         if store := self.settings["RAY_OBJECT_STORE"] or ("" if npus_here() else "200000000"):
             command.append(f"--object-store-memory={store}")
