@@ -41,7 +41,7 @@ def test_gspo_learns_on_megatron_with_expert_parallelism(root, gspo, same_probab
     same_probabilities(steps)  # 28 weight syncs from EP2
     assert any(row["actor/pg_clipfrac"] > 0 for row in steps)
     found = report(root, output)
-    # Seen: 0.69 in training, 0.81 held out, from 0.35; a loose bound for "it learns".
+    # Seen: 0.67 in training, 0.75 held out, from 0.34; a loose bound for "it learns".
     assert found["final_reward"] >= 0.5 and found["val_reward"] >= 0.6
     assert found["val_reward"] >= found["val_reward_before"] + 0.2
 
