@@ -13,7 +13,7 @@
 #                only proofs affected by changes are repeated, if data/proofs has earlier ones
 #   --durations  print the time and processor time of each file, the slowest tests, and the total
 #
-# Three processes run tests at a time; one of them begins with the real runs. With --all these follow, two at a time.
+# Four processes run tests at a time; one of them begins with the real runs, with --all two of them.
 started=$SECONDS
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
@@ -46,16 +46,14 @@ if [ $# -gt 0 ]; then
     exit "$status"
 fi
 
-status=0
 if [ "$ALL" = 1 ]; then
-    log "1/2 tests that can share the machine"
-    python -m pytest -q -n 3 --prove --ignore=tests/e2e --junitxml="$results/shared.xml" || status=1
-    log "2/2 real runs"
-    python -m pytest -q -n 2 tests/e2e --junitxml="$results/real.xml" || status=1
+    ARGS=(--prove)
 else
-    [ -d data/proofs ] && ARGS=() || ARGS=(--ignore=tests/patched/test_left_out.py)
-    python -m pytest -q -n 3 -m "not long" --junitxml="$results/tests.xml" "${ARGS[@]}" || status=1
+    ARGS=(-m "not long")
+    [ -d data/proofs ] || ARGS+=(--ignore=tests/patched/test_left_out.py)
 fi
+status=0
+python -m pytest -q -n 4 --junitxml="$results/tests.xml" "${ARGS[@]}" || status=1
 ARGS=(--wall $((SECONDS - started)))
 [ "$DURATIONS" = 0 ] || ARGS+=(--durations)
 python tests/summary.py "${ARGS[@]}" "$results"/*.xml || status=1

@@ -156,7 +156,7 @@ def processor_s() -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first, real runs last: a mistake shows early. Of several processes, one begins with them,
+    """Quick tests first, real runs last: a mistake shows early. Of several processes, some begin with them,
     and one with the rollout servers: beside quick tests, not beside others that need as much.
 
     Of the patched frameworks, first Megatron's models in this process: a vLLM engine in it keeps the default
@@ -178,8 +178,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def together(path: Path) -> str:
-    """What a file belongs to of TOGETHER, or its path."""
+    """What a file belongs to: of TOGETHER, of the real runs those that are all long or the others, or itself."""
     text = path.read_text()
+    if path.parent.name == "e2e":
+        return "long real runs" if "pytestmark = [pytest.mark.long" in text else "real runs"
     return next((name for name, sign in TOGETHER.items() if sign in text), str(path))
 
 
@@ -187,18 +189,14 @@ def together(path: Path) -> str:
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """For pytest -n: one process runs all tests of a file, which share fixtures, and all of TOGETHER.
 
-    One process runs all real runs, unless nothing else runs. Proofs share nothing.
+    Real runs, which wait for much of their time, are never more than two at a time. Proofs share nothing.
     """
     from xdist.scheduler import LoadScopeScheduling
-
-    real_alone = all(Path(given).name == "e2e" for given in config.args)
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = ROOT / nodeid.partition("::")[0]
-            if file.name == "test_left_out.py":
-                return nodeid
-            return file.parent.name if file.parent.name == "e2e" and not real_alone else together(file)
+            return nodeid if file.name == "test_left_out.py" else together(file)
 
     config.option.loadscopereorder = False  # in the order above
     return ByFile(config, log)

@@ -9,11 +9,10 @@ import pytest
 from runs import PATIENCE_S, finish, launch, metrics, training
 
 SPECULATIVE = "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
 ACCURACY = "val-core/tiny/addition/acc/mean@1"
 
 
-@pytest.mark.long
-@pytest.mark.timeout(2 * PATIENCE_S)
 def test_gspo_learns_with_sam_decoding(tmp_path, nothing_left_behind, same_probabilities):
     """The bounds are those of test_quickstart.py for as many steps without speculation."""
     output = tmp_path / "run"
