@@ -2,10 +2,11 @@
 # Environment of a CPU run, sourced by ray_start_npu.sh. Each variable has its reason; set one beforehand to override it.
 
 # vLLM's CPU backend: a small KV cache (GiB), no thread pinning (several workers share few cores), and one thread
-# each: a tiny model gains nothing from more, and idle OpenMP threads spin.
+# each: a tiny model gains nothing from more, and idle OpenMP threads spin. numba, for vLLM's n-gram drafts, sets their
+# number too: a kernel took 20 times as long beside busy processes.
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" NUMBA_NUM_THREADS="${NUMBA_NUM_THREADS:-1}"
 # With several workers of an engine: they wait in a loop otherwise, and take a core each.
 export VLLM_SLEEP_WHEN_IDLE="${VLLM_SLEEP_WHEN_IDLE:-1}" ROLLOUT_SPIN_S="${ROLLOUT_SPIN_S:-0.002}"
 # Compiling a 2-layer model takes longer than running it.

@@ -5,7 +5,8 @@
 # smoke_environment: export it. Called with SMOKE=1.
 smoke_environment() {
     # One thread each: a tiny model gains nothing from more. Compiling it takes longer than running it.
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" NUMBA_NUM_THREADS="${NUMBA_NUM_THREADS:-1}"
+    export TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"
     # vLLM's workers wait in a loop: eight of them leave little of two cores to those that compute.
     export VLLM_SLEEP_WHEN_IDLE="${VLLM_SLEEP_WHEN_IDLE:-1}" ROLLOUT_SPIN_S="${ROLLOUT_SPIN_S:-0.002}"
     # No hub, no telemetry, no colours in logs.

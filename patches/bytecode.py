@@ -2,11 +2,11 @@
 
 uv installs only sources, and with PYTHONDONTWRITEBYTECODE set Python never keeps what it compiled: every
 process of a run compiles its modules again, ten CPU seconds for vLLM's, fifteen for a rollout server's.
-Test directories, a fifth of the work, are left out.
+Test directories and the large parts of packages that no run imports, a third of the work, are left out.
 
-Invariants: afterwards an import from the given directories, except tests, compiles nothing, whatever the
+Invariants: afterwards an import of anything else from the given directories compiles nothing, whatever the
 environment says; a file is only written if Python would not use the existing one.
-Cost: 40 CPU seconds for all packages of the CPU environment; half a second when nothing changed.
+Cost: 35 CPU seconds for all packages of the CPU environment; half a second when nothing changed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ import contextlib
 import importlib.util
 import os
 import py_compile
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 SKIPPED = {"__pycache__", ".git", "test", "tests"}
+# Of transformers' models, all but those that vLLM, verl or a recipe imports.
+UNUSED = re.compile(
+    r"/(ray/(data|llm|rllib|train|tune)|openai/resources|sympy/physics|transformers/models/"
+    r"(?!auto|bloom|deepseek|encoder_decoder|gemma3|llama|mistral|mixtral|qwen|siglip|whisper)[^/]+)$"
+)
 
 
 def compile_modules(directories: Iterable[Path]) -> int:
@@ -53,7 +59,9 @@ def stale(directories: Iterable[Path]) -> Iterator[str]:
     """Sources whose bytecode Python would not use."""
     for directory in directories:
         for folder, names, files in os.walk(directory):
-            names[:] = [name for name in names if name not in SKIPPED]
+            names[:] = [
+                name for name in names if name not in SKIPPED and not UNUSED.search(f"{folder}/{name}")
+            ]
             paths = (os.path.join(folder, name) for name in files if name.endswith(".py"))
             yield from (path for path in paths if not is_compiled(path))
 

@@ -178,7 +178,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def together(path: Path) -> str:
-    """What a file belongs to: of TOGETHER, of the real runs those that are all long or the others, or itself."""
+    """What a file belongs to: of TOGETHER, of real runs those that are all long or the others, or itself."""
     text = path.read_text()
     if path.parent.name == "e2e":
         return "long real runs" if "pytestmark = [pytest.mark.long" in text else "real runs"

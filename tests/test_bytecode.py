@@ -119,6 +119,20 @@ def test_what_is_stale_is_compiled_and_nothing_else(package, env):
     assert not (package / "tests/__pycache__").exists()
 
 
+def test_what_no_run_imports_is_left_out(tmp_path):
+    for name in (
+        "ray/rllib/agent",
+        "ray/actor",
+        "transformers/models/albert/model",
+        "transformers/models/qwen9/model",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.py").write_text("value = 1\n")
+    assert compile_in(tmp_path) == 2
+    compiled = {path.parent.parent.name for path in tmp_path.rglob("*.pyc")}
+    assert compiled == {"ray", "qwen9"}
+
+
 def test_what_is_no_python_is_left_alone(package):
     (package / "template.py").write_text("class {{ name }}:\n")
     (package / "latin.py").write_bytes(b"name = '\xe9'\n")

@@ -78,4 +78,4 @@ def test_one_process_runs_a_file_and_the_other_the_next(root, tmp_path):
     assert len(ran) > 10 and len({worker for worker, _ in ran}) == 2
     assert len(set(ran)) == len(files), ran
     noted = cases(tmp_path / "two.xml")
-    assert len(noted) == len(ran) and 0.05 < sum(case.cpu_s for case in noted)
+    assert len(noted) == len(ran) and 0 < sum(case.cpu_s for case in noted)

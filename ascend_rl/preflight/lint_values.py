@@ -303,6 +303,21 @@ def _(s):
             yield key, f"{value}, must be {wanted}: {source}", f"give a value {wanted}", fix
 
 
+@cache
+def _clipped_twice() -> list[str]:
+    """The losses that assert clip_ratio_c > 1."""
+    return [
+        name
+        for name, node in pinned.registered(
+            "register_policy_loss", _verl("trainer/ppo/core_algos.py")
+        ).items()
+        if any(
+            isinstance(item, ast.Assert) and ast.unparse(item.test) == "clip_ratio_c > 1.0"
+            for item in ast.walk(node)
+        )
+    ]
+
+
 @rule(
     "algorithm.dual_clip",
     "error",
@@ -311,17 +326,8 @@ def _(s):
     fix="verl's default is 3.0",
 )
 def _(s):
-    files = _verl("trainer/ppo/core_algos.py")
-    losses = [
-        name
-        for name, node in pinned.registered("register_policy_loss", files).items()
-        if any(
-            isinstance(item, ast.Assert) and ast.unparse(item.test) == "clip_ratio_c > 1.0"
-            for item in ast.walk(node)
-        )
-    ]
     value, loss = s.get(f"{ACTOR}.clip_ratio_c", 3.0), s.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-    if loss in losses and isinstance(value, int | float) and value <= 1:
+    if loss in _clipped_twice() and isinstance(value, int | float) and value <= 1:
         yield (
             f"{ACTOR}.clip_ratio_c",
             f"{value} with the loss {loss}",

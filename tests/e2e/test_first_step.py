@@ -69,6 +69,7 @@ def launched(root, tmp_path):
     return launch
 
 
+@pytest.mark.long
 def test_a_terminal_shows_a_line_and_then_the_report(launched, tmp_path):
     """80 columns: nothing of Ray's, nothing longer than a line, and the picture's path as the last words."""
     ours, theirs = pty.openpty()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -76,3 +78,6 @@ def test_greedy_is_the_same_in_fewer_steps(model_path):
     assert ngram.tokens(prompts(32), parameters) == expected
     assert ngram.counts["accepted"] > 200 and ngram.counts["steps"] < 0.8 * plain.counts["steps"]
     assert not plain.counts["drafted"]
+    # With another thread, whose core may be busy, each of vLLM's small kernels would wait for it in a loop.
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "gomp" in line}
+    assert {ctypes.CDLL(library).omp_get_max_threads() for library in mapped} == {1}

@@ -139,6 +139,7 @@ def assert_rollout(timing: dict, live: float) -> None:
     assert "rollout/steps" not in timing  # no graphs on a CPU
 
 
+@pytest.mark.long
 def test_counts_are_those_of_vllms_own_statistics(tiny, monkeypatch):
     on = "actor_rollout_ref.rollout.disable_log_stats=False"
     for found in two_rollouts(tiny / "model", monkeypatch, on):

@@ -43,7 +43,7 @@ def options_in_force(root, conf: str | None) -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("others", [{}, {"base_addr_aligned_kb": "16"}])
+@pytest.mark.parametrize("others", [{}, pytest.param({"base_addr_aligned_kb": "16"}, marks=pytest.mark.long)])
 def test_segments_are_switched_where_the_environment_leaves_them_free(root, others):
     conf = ",".join(f"{name}:{value}" for name, value in others.items())
     start, *switched = options_in_force(root, conf)
@@ -55,7 +55,11 @@ def test_segments_are_switched_where_the_environment_leaves_them_free(root, othe
     ("conf", "options"),
     [
         (None, {"garbage_collection_threshold": "0.6", "max_split_size_mb": "24"}),  # the recipes
-        ("page_size:1g, expandable_segments:False", {"page_size": "1g", "expandable_segments": "False"}),
+        pytest.param(
+            "page_size:1g, expandable_segments:False",
+            {"page_size": "1g", "expandable_segments": "False"},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_the_environment_asks_for_holds_after_weight_syncs(root, conf, options):
