@@ -62,7 +62,13 @@ def start_ray():
     import ray
 
     def start(address: str = "local", **given):
-        ray.init(address, log_to_driver=False, **given)
+        for again in (True, True, False):
+            try:
+                return ray.init(address, log_to_driver=False, **given)
+            except Exception:  # a raylet ends if its agents, Python programs, take longer than 15 s to start
+                ray.shutdown()
+                if not again:
+                    raise
 
     with importing_from_here():
         yield start
