@@ -7,7 +7,7 @@
 #           bash run_tests.sh tests/test_gspo.py -x            # pytest with these arguments and no others
 # Writes:   .venv/, frameworks/, data/
 # Hardware: 2 cores, 12 GiB (--all: 20), 12 GB of disk, Linux with Python 3.11; no accelerator
-# Duration: about 13 minutes; with --all 35 to 40
+# Duration: about 12 minutes; with --all 35 to 40
 #
 #   --all        also runs the tests marked long, and proves that each patch is needed. Without it,
 #                only proofs affected by changes are repeated, if data/proofs has earlier ones
@@ -53,7 +53,8 @@ else
     [ -d data/proofs ] || ARGS+=(--ignore=tests/patched/test_left_out.py)
 fi
 status=0
-python -m pytest -q -n 4 --junitxml="$results/tests.xml" "${ARGS[@]}" || status=1
+# A process that dies would be replaced, but then the others may wait for ever.
+python -m pytest -q -n 4 --max-worker-restart=0 --junitxml="$results/tests.xml" "${ARGS[@]}" || status=1
 ARGS=(--wall $((SECONDS - started)))
 [ "$DURATIONS" = 0 ] || ARGS+=(--durations)
 python tests/summary.py "${ARGS[@]}" "$results"/*.xml || status=1
