@@ -2,8 +2,8 @@
 # Environment of a CPU run, sourced by ray_start_npu.sh. Each variable has its reason; set one beforehand to override it.
 
 # vLLM's CPU backend: a small KV cache (GiB), no thread pinning (several workers share few cores), and one thread
-# each: a tiny model gains nothing from more, and idle OpenMP threads spin. numba, for vLLM's n-gram drafts, sets their
-# number too: a kernel took 20 times as long beside busy processes.
+# each: a tiny model gains nothing from more, and OpenMP threads that wait for another one, whose core may be busy, spin.
+# numba, for vLLM's n-gram drafts, sets their number too.
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" NUMBA_NUM_THREADS="${NUMBA_NUM_THREADS:-1}"
