@@ -41,9 +41,9 @@ def test_gspo_learns_on_megatron_with_expert_parallelism(root, gspo, same_probab
     same_probabilities(steps)  # 20 weight syncs from EP2
     assert any(row["actor/pg_clipfrac"] > 0 for row in steps)
     found = report(root, output)
-    # Loose bounds for "it learns".
-    assert found["final_reward"] >= 0.5 and found["val_reward"] >= 0.5
-    assert found["val_reward"] >= found["val_reward_before"] + 0.1
+    # Seen: 0.70 in training, 0.80 held out, from 0.34; a loose bound for "it learns".
+    assert found["final_reward"] >= 0.5 and found["val_reward"] >= 0.6
+    assert found["val_reward"] >= found["val_reward_before"] + 0.2
 
 
 @pytest.mark.long

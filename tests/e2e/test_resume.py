@@ -92,7 +92,8 @@ def test_an_engine_that_dies_starts_again(tmp_path, nothing_left_behind):
     assert process.returncode == 0, text[-3000:]
     assert "its requests go on elsewhere" in text and "started again in" in text and "start 2" not in text
     again = [row.get("rollout/servers_started_again") for row in training(output)]
-    assert again[:2] == [None, None] and again[-1] == 1 and set(again) == {None, 1}, again
+    before = again.count(None)  # the count stays
+    assert again == [None] * before + [1] * (5 - before) and 2 <= before < 5, again
     after = losses(output / "metrics.jsonl")
 
     process = start(quiet)
