@@ -28,11 +28,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from ascend_rl.host import core_binding
 from ascend_rl.launch import warm_start
 from ascend_rl.launch.launch_plan import ANY_PORT, endpoint, npus_here
+from ascend_rl.launch.supervise import descendants
 from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import switched_on
 
@@ -160,20 +159,20 @@ def announce_agent(service: subprocess.Popen) -> None:
     The raylet waits for this file even if it knows the port, and ends if it is not there within 15 s, which
     an agent, a Python program, may need to start on a busy machine.
     """
-    with contextlib.suppress(psutil.Error):
-        while service.poll() is None:
-            for raylet in psutil.Process(service.pid).children():
-                line = " ".join(raylet.cmdline())
-                found = [
-                    re.search(rf"--{name}=(\S+)", line) for name in ("session_dir", "node_id", "listen-port")
-                ]
-                if raylet.name() == "raylet" and all(found):
-                    directory, node, port = (match[1] for match in found)
-                    path = Path(directory, f"dashboard_agent_listen_port_{node}")
-                    path.with_suffix(".early").write_text(port)
-                    path.with_suffix(".early").rename(path)
-                    return
-            time.sleep(0.05)
+    names = ("session_dir", "node_id", "listen-port")
+    while service.poll() is None:
+        for pid in [pid for pid, name in descendants(service.pid).items() if name == "raylet"]:
+            line = ""
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+            found = [re.search(rf"--{name}=(\S+)", line) for name in names]
+            if all(found):
+                directory, node, port = (match[1] for match in found)
+                path = Path(directory, f"dashboard_agent_listen_port_{node}")
+                path.with_suffix(".early").write_text(port)
+                path.with_suffix(".early").rename(path)
+                return
+        time.sleep(0.05)
 
 
 def train(command: list[str], alive: Callable[[], bool]) -> int | None:
