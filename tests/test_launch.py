@@ -416,6 +416,23 @@ def test_a_port_to_be_served_later_is_none_that_a_connection_may_get_meanwhile()
         socket.create_server(("127.0.0.1", port)).close()
 
 
+def test_no_port_is_given_twice_before_its_server_listens(monkeypatch):
+    code = """
+import random
+random.SystemRandom.shuffle = lambda self, ports: ports.reverse()
+from ascend_rl.settings.ports import free_port
+print(free_port(), flush=True)
+input()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:
+        monkeypatch.setattr("random.SystemRandom.shuffle", lambda self, ports: ports.reverse())
+        given = [int(other.stdout.readline()), free_port(), free_port()]
+        other.communicate(b"\n")
+    assert len(set(given)) == 3
+    assert free_port() == given[0], "that process has ended"
+
+
 @pytest.mark.parametrize("missing", [False, True])
 def test_a_dry_run_misses_the_inputs_that_the_run_would_miss(missing, tiny, tmp_path):
     """The recipe of the quickstart, with a model that is there and one that is not; nothing is started."""

@@ -9,11 +9,15 @@ from pathlib import Path
 
 from ascend_rl.settings.switch import CannotWork
 
+_marks: list[socket.socket] = []  # one for each port given; they end with this process
+
 
 def free_port(address: str = "127.0.0.1") -> int:
     """A TCP port of ``address`` for a server to be started, below those the system gives to connections.
 
     One that the system chose (bound to port 0) may be given to any connection before its server listens.
+    As long as this process lives, no other call on this machine gets the same one: its abstract UNIX socket
+    marks it.
 
     Raises:
         CannotWork: none is free.
@@ -23,6 +27,10 @@ def free_port(address: str = "127.0.0.1") -> int:
     ports = list(range(max(first - 10_000, 1024), first))
     random.SystemRandom().shuffle(ports)
     for port in ports:
-        with contextlib.suppress(OSError), socket.create_server((address, port), family=family):
-            return port
+        with contextlib.suppress(OSError), contextlib.ExitStack() as kept:
+            kept.enter_context(mark := socket.socket(socket.AF_UNIX)).bind(f"\0ascend_rl.port.{port}")
+            with socket.create_server((address, port), family=family):
+                kept.pop_all()
+                _marks.append(mark)
+                return port
     raise CannotWork(f"no TCP port of {address} is free")
