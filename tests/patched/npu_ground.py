@@ -6,7 +6,8 @@
 
 Each job is forked from the process, so it starts at once with fresh state. The device is software_npu/, of
 the series that the tree is compiled for; vLLM finds vllm-ascend by itself. ``generate`` is the job that most
-tests need. VLLM_ASCEND_TREE selects another tree than frameworks/vllm_ascend.
+tests need. VLLM_ASCEND_TREE selects another tree than frameworks/vllm_ascend. The process is itself a fork
+where PyTorch has the software NPU (test_left_out.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import faulthandler
 import gc
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -51,15 +53,25 @@ class Ground:
         }
         self.directory = tempfile.TemporaryDirectory(prefix="npu-ground-")
         self.log = Path(self.directory.name, "log")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "npu_ground"], env=os.environ | settings, start_new_session=True,
-            text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("a"),
-        )  # fmt: skip
+        (given, jobs), (answers, taken) = os.pipe(), os.pipe()
+        self.jobs, self.answers = os.fdopen(jobs, "w"), os.fdopen(answers)
+        with open(given) as given, open(taken, "w") as taken, self.log.open("a") as log:
+            if "torch_npu" in sys.modules:
+                self.process = fork(settings, given, taken, log, [jobs, answers])
+                self.wait = self.process.join
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "npu_ground"], env=os.environ | settings, start_new_session=True,
+                    stdin=given, stdout=taken, stderr=log,
+                )  # fmt: skip
+                self.wait = self.process.wait
         return self
 
     def __exit__(self, *error) -> None:
         self.process.terminate()
-        self.process.communicate()
+        self.wait()
+        with contextlib.suppress(BrokenPipeError), self.answers:
+            self.jobs.close()
         cpu_s[0] -= self.cpu_s  # they count with the process
         self.directory.cleanup()
 
@@ -73,9 +85,9 @@ class Ground:
         result.unlink(missing_ok=True)
         job = [function.__module__.rpartition(".")[2], name, args, kwargs, str(result), seconds]
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-        used_s = float(self.process.stdout.readline() or 0)
+            self.jobs.write(json.dumps(job) + "\n")
+            self.jobs.flush()
+        used_s = float(self.answers.readline() or 0)
         self.cpu_s += used_s
         cpu_s[0] += used_s
         value, error = None, f"it died, or did not return in {seconds:.0f} s"
@@ -84,6 +96,25 @@ class Ground:
         if error:
             raise AssertionError(f"{name}: ...{self.log.read_text()[-4000:]}\n{error}")
         return value
+
+
+def fork(settings: dict[str, str], given, taken, log, others: list[int]) -> multiprocessing.Process:
+    """``python -m npu_ground`` as a fork of this process, less the files ``others``."""
+
+    def live() -> None:
+        os.setsid()
+        for file in others:
+            os.close(file)
+        for number, file in enumerate((given, taken, log)):
+            os.dup2(file.fileno(), number)
+        os.environ |= settings
+        sys.path[:0] = settings["PYTHONPATH"].split(os.pathsep)
+        main()
+
+    faulthandler.cancel_dump_traceback_later()  # a fork that inherits one can set none
+    process = multiprocessing.get_context("fork").Process(target=live)
+    process.start()
+    return process
 
 
 def prepare() -> None:
@@ -128,7 +159,7 @@ def serve() -> None:
     # An engine collects garbage many times while it starts: what is imported here is none.
     gc.freeze()
     gc.unfreeze = lambda: None
-    for line in sys.stdin:
+    for line in open(0):
         module, name, args, kwargs, result, seconds = json.loads(line)
         os.truncate(2, 0)  # the log is the job's
         pid = os.fork()
@@ -231,6 +262,10 @@ def on_ranks(series: str, world: int, function, *args):
             os.waitpid(pid, 0)
 
 
-if __name__ == "__main__":
+def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     serve()
+
+
+if __name__ == "__main__":
+    main()

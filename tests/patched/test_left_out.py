@@ -2,7 +2,7 @@
 
 A proof is cached in data/proofs under a hash of all it depends on, and repeated when that changes, or with
 pytest's option --prove. Each is a pytest run of its own, forked from a process that has imported what the
-frameworks import, but no framework.
+frameworks import, but no framework. That of vllm-ascend's has the software NPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from warm import Warm
+from wheels import wheels_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = sorted((ROOT / "patches").glob("*/*.patch"))
@@ -63,8 +64,15 @@ def fingerprint(patch: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def warm():
+def ordinary():
     warm = Warm(LIBRARIES)
+    yield warm
+    warm.stop()
+
+
+@pytest.fixture(scope="module")
+def with_npu():
+    warm = Warm(LIBRARIES, str(ROOT / "software_npu/site"))
     yield warm
     warm.stop()
 
@@ -79,22 +87,24 @@ def run_pytest(_, tests: list[str], variant: str, log: str) -> int:
     if variant:
         sys.path.insert(0, variant)
     os.chdir(ROOT)
-    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
+    return int(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", *tests]))
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_its_test_fails_without_it(patch, request, tmp_path, tree_without, warm):
+def test_its_test_fails_without_it(patch, request, tmp_path, monkeypatch, tree_without, ordinary, with_npu):
     key, remembered = fingerprint(patch), REMEMBERED / patch.stem
     if not request.config.getoption("prove") and remembered.is_file() and remembered.read_text() == key:
         return
     if not (ROOT / "frameworks" / patch.parent.name).is_dir():
         pytest.skip(f"no {patch.parent.name} checkout")
     variant, log = str(tree_without(patch.parent.name, [patch.stem.split("-")[-1]])), tmp_path / "log"
-    # vllm_ascend and roll are no part of the ordinary environment: on its path, the first would be vLLM's
-    # platform.
-    place = "VLLM_ASCEND_TREE" if patch.parent.name == "vllm_ascend" else "PYTHONPATH"
-    first = variant if place == "PYTHONPATH" else ""
-    (status,) = warm.run(1, run_pytest, named_tests(patch), first, str(log), **{place: variant})
+    tests = named_tests(patch)
+    if patch.parent.name == "vllm_ascend":  # on the path it would be the platform of any vLLM
+        monkeypatch.setenv("SOFTWARE_NPU_WHEELS", str(wheels_file()))
+        places = {"VLLM_ASCEND_TREE": variant, "PYTHONPATH": ""}
+        (status,) = with_npu.run(1, run_pytest, tests, "", str(log), **places)
+    else:
+        (status,) = ordinary.run(1, run_pytest, tests, variant, str(log), PYTHONPATH=variant)
     assert status == pytest.ExitCode.TESTS_FAILED, (
         f"expected failing tests, got {status}:\n{log.read_text()[-4000:]}"
     )
