@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from hypothesis import HealthCheck, settings
 
 from ascend_rl.settings.counts import VARIABLE, counted
 
@@ -54,6 +55,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     if ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
+
+# No limits of time in tests of properties: beside other load all is slow.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # On the path for this import alone: patches/megatron and patches/vllm_ascend would pass for these packages.
 sys.path.append(str(ROOT / "patches"))

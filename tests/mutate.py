@@ -76,7 +76,7 @@ class Target(NamedTuple):
     def test(self, mutation: Mutation | None, directory: Path) -> int:
         """pytest's exit status, for a new process; leaves in ``directory`` what the session imported."""
         import pytest
-        from hypothesis import Phase, configuration, settings
+        from hypothesis import HealthCheck, Phase, configuration, settings
 
         compiled, temporary = directory / "code", directory / "tmp"
         source = self.path.read_text()
@@ -95,7 +95,9 @@ class Target(NamedTuple):
         if "numba" in sys.modules:
             sys.modules["numba"].config.reload_config()
         phases = (Phase.explicit, Phase.generate)
-        settings.register_profile("mutate", phases=phases, derandomize=True, database=None, deadline=None)
+        given = {"derandomize": True, "database": None, "deadline": None}
+        given["suppress_health_check"] = [HealthCheck.too_slow]  # of a slow machine, it would count as a kill
+        settings.register_profile("mutate", phases=phases, **given)
         settings.load_profile("mutate")
         configuration.set_hypothesis_home_dir(str(directory / "hypothesis"))
         before = dict(os.environ)

@@ -202,7 +202,7 @@ configs = st.builds(
     st.sampled_from([400, 5000, 10**9]),
     st.sampled_from([64, 1000, 1 << 20]),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 def test_both_directions_equal_brute_force(
     tmp_path_factory, monkeypatch, config, dtype, ep_size, workers, limit, block
 ):

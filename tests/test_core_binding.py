@@ -61,7 +61,7 @@ def machines(draw):
     return nodes, devices, allowed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(machines(), st.sampled_from(["pci", "topo"]))
 def test_shares_are_disjoint_near_and_allowed(tmp_path_factory, machine, told_by):
     nodes, devices, allowed = machine

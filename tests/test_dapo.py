@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from scipy.stats import nbinom
@@ -37,7 +37,6 @@ def search_of(prompts, samples, batch=1, unit=1, max_batches=0, data=99) -> dapo
     return dapo.DynamicSampling(prompts, samples, batch, unit, max_batches, data)
 
 
-@settings(deadline=None)
 @given(searches(), st.integers(1, 3))
 def test_the_first_varying_groups_are_trained_and_nothing_more_is_drawn(case, unit):
     """A batch after the first has the fewest units that reach the mean number of draws the missing groups
@@ -146,7 +145,6 @@ def test_the_metric_is_the_reward_or_what_the_reward_function_reported():
 FAILED = (np.nan, np.inf, -np.inf)
 
 
-@settings(deadline=None)
 @given(searches(), st.data())
 def test_groups_with_a_failed_score_are_never_trained_and_are_counted(case, data):
     """Whether the metric or the reward is not finite, at any response; others are filtered as before."""
@@ -199,7 +197,6 @@ class Batch:
         return Batch(sum((batch.rows for batch in batches), []))
 
 
-@settings(deadline=None)
 @given(searches())
 def test_a_step_joins_the_first_varying_prompts_with_their_responses(case):
     groups, size, wanted = case

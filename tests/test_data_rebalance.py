@@ -26,7 +26,7 @@ def batches(draw):
     return groups, np.array([lengths[group] for group in groups])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batches(), st.integers(1, 9), st.booleans())
 def test_counts_are_equal_and_the_order_is_restored(batch, ranks, known):
     groups, predicted = batch
@@ -43,7 +43,7 @@ def test_counts_are_equal_and_the_order_is_restored(batch, ranks, known):
             assert (np.diff(predicted[part]) <= 0).all()  # longest first
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 7))
 def test_every_rank_has_its_share_of_the_longest(lengths, ranks):
     predicted = np.array(lengths, dtype=float)
@@ -54,7 +54,7 @@ def test_every_rank_has_its_share_of_the_longest(lengths, ranks):
         assert counts.max() - counts.min() <= 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 30), min_size=4, max_size=6), st.integers(2, 3))
 def test_steps_with_many_running_against_all_placements(lengths, ranks):
     """The sum over steps of the fullest rank's batch: no placement with equal counts has less."""

@@ -98,7 +98,7 @@ def problems(draw):
     return np.array(rows, dtype=float), ranks, slots, nodes, groups
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.integers(0, 1000))
 def test_placements_are_valid_and_repeatable(problem, seed):
     load, ranks, slots, nodes, groups = problem

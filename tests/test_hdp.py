@@ -66,7 +66,7 @@ def check(p: hdp.Plan, lengths: np.ndarray, cap: int, model: CostModel) -> None:
     assert p.bound <= p.makespan * (1 + 1e-9)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(problems(), st.integers(1, 2), st.integers(1, 4))
 def test_invariants(problem, multiple, at_least):
     lengths, cp, dp, cap, model = problem
@@ -88,7 +88,7 @@ def test_invariants(problem, multiple, at_least):
     assert (again.order == p.order).all() and (again.size == p.size).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problems())
 def test_the_loss_is_the_mean_over_sequences(problem):
     """Each rank weighs the loss of its ring's sequences; the average over ranks is the whole batch's mean."""
@@ -220,7 +220,7 @@ def test_the_bin_packing_bound_against_its_definition():
         assert fewest_bins(sizes, capacity) == bins(sizes.tolist(), capacity)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.integers(1, 2), st.integers(1, 4))
 def test_the_reported_bound_is_the_work_that_no_plan_avoids(problem, multiple, at_least):
     """Exactly, if no sequence is longer than half of what a CP group holds; otherwise it is more."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ascend_rl.rollout.npu_graph import align_ends, plain_sizes, static_kernels, static_sizes
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 20))
 def test_padding_is_one_sequence_without_keys(queries, padding):
     ends = [sum(queries[: i + 1]) for i in range(len(queries))]

@@ -41,7 +41,7 @@ def one_request(drafts, target, bonus, greedy, uniform, exponential, draft_probs
     with_draft_probs=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_equals_a_loop(lengths, mode, with_draft_probs, seed):
     torch.manual_seed(seed)
     requests, tokens = len(lengths), sum(lengths)

@@ -60,7 +60,7 @@ def layouts(draw):
     return Train(world, ep, stages), Rollout(tp, size // tp, rollout_ep, workers), experts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts())
 @example((Train(4, 2, ((0, 1),)), Rollout(4, 1, 4), 4))  # one expert a layer to send, from two owners in turn
 def test_every_layout_moves_the_minimum(layout):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascend_rl.speculation.response_history import KEY, ResponseHistory, take_history, with_history
@@ -36,6 +37,13 @@ token = st.integers(0, 2**31 - 1)
 texts = st.tuples(
     st.lists(token, min_size=1, max_size=PROMPT), st.lists(token, min_size=0, max_size=RESPONSE)
 )
+
+
+@settings(max_examples=10)
+@given(token.map(lambda number: time.sleep(0.15) or number))
+def test_a_slow_machine_fails_no_test_of_properties(number):
+    """Hypothesis by itself draws for a second at most before the first ten examples."""
+    assert number >= 0
 
 
 @given(st.lists(st.lists(texts, min_size=1, max_size=8), min_size=1, max_size=4), st.integers(1, 3))

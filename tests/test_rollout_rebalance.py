@@ -59,7 +59,7 @@ def clusters(draw, ample_kv=False, waiting=True):
     return servers
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(clusters(), st.booleans())
 def test_every_plan_is_safe_and_final(servers, moved_wait):
     moves = plan(servers, GEARS)
@@ -78,7 +78,7 @@ def test_every_plan_is_safe_and_final(servers, moved_wait):
     assert plan(result, GEARS) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(clusters(ample_kv=True, waiting=False).filter(lambda c: sum(len(s.requests) for s in c) <= 7),
        st.sampled_from([[1, 2, 4, 8], [2, 5], [3], [1, 2, 3, 4, 5, 6, 7, 8]]))  # fmt: skip
 def test_gear_moves_and_senders_against_all_assignments(servers, gears):
@@ -104,7 +104,7 @@ def test_gear_moves_and_senders_against_all_assignments(servers, gears):
     assert max(map(len, sources.values()), default=0) <= best[2] + 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(clusters(ample_kv=True))
 def test_waiting_requests_fill_all_free_places(servers):
     """Without KV in the way: as many run as there are places or requests, by the fewest moves."""

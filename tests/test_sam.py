@@ -80,7 +80,7 @@ SMALL_TEXTS = dict(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**SMALL_TEXTS)
 def test_interleaved_texts_give_the_automaton_of_all_substrings_and_real_continuations(
     prompt, outputs, order, step
@@ -98,7 +98,7 @@ def test_interleaved_texts_give_the_automaton_of_all_substrings_and_real_continu
         )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=300), st.data())
 def test_catching_up_is_the_same_as_token_by_token(tokens, data):
     steady, late = SamDrafter(3, max_bytes=SMALL), SamDrafter(3, max_bytes=SMALL)

@@ -89,7 +89,7 @@ def rollouts(draw):
     return batch_of(responses, [3, 7, 1, 10], groups), rank
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rollouts(), st.sampled_from([40, 60, 1000]), st.sampled_from([1.0, 3.0]))
 @example(
     (batch_of([5, 5, 5, 5, 5, 5, 7], [3, 7, 1, 10], [0, 0, 3, 3, 0, 3, 0]), [1, 1, 0, 0, 2, 0, 2]), 40, 1.0
@@ -115,7 +115,7 @@ def test_events_equal_a_simulation_step_by_step(rollout, capacity, eager):
     assert result.makespan_s >= lower_bound(batch, cluster) * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rollouts(), st.integers(1, 9))
 def test_servers_with_their_own_clocks_do_not_wait_for_each_other(rollout, slices):
     """Each equals a cluster of one, also when cut into pieces of time."""
@@ -130,7 +130,7 @@ def test_servers_with_their_own_clocks_do_not_wait_for_each_other(rollout, slice
         assert simulation.last_ms[server] == pytest.approx(one.makespan_s * 1e3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rollouts(), st.data())
 def test_moves_lose_nothing_and_stay_within_the_limits(rollout, data):
     batch, rank = rollout

@@ -28,7 +28,7 @@ DTYPES = {name: getattr(torch, name) for name in torch_dist.ITEMSIZE}
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
     st.integers(0, 200),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_archive_is_what_torch_save_means(dtype, shape, before):
     values = torch.randn(shape).to(dtype)
     raw = values.view(torch.uint8).numpy().tobytes()
@@ -134,7 +134,7 @@ def cut_tensors(draw):
 
 
 @given(cut_tensors(), st.sampled_from(list(DTYPES)), st.binary(max_size=9), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_rows_are_read_from_whatever_chunks_torch_saved(tmp_path_factory, cut, dtype, between, data):
     (shape, cuts, leading), directory = cut, tmp_path_factory.mktemp("checkpoint")
     tensor = torch.randn(shape).to(DTYPES[dtype])
