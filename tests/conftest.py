@@ -34,7 +34,7 @@ TOGETHER = {
 CPU_S = pytest.StashKey[float]()
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12
 
-# Also with PYTHONDONTWRITEBYTECODE: compiling its tests takes pytest a third of the time in which it starts.
+# Also with PYTHONDONTWRITEBYTECODE: compiling its tests is much of what pytest does before the first one.
 sys.dont_write_bytecode = False
 
 # Before anything imports vllm or torch: the variables of internal/cpu_env.sh.

@@ -352,36 +352,6 @@ def test_training_does_not_wait_for_a_ray_that_ended(tmp_path):
     assert "Ray on this node ended (status 1)" in (tmp_path / "stderr").read_text()
 
 
-LATE_RAYLET = """
-import pathlib, subprocess
-init = subprocess.Popen.__init__
-def late(self, command, *rest, **given):
-    if str(command[0]).endswith("/raylet"):
-        mark = str(pathlib.Path(__file__).with_name("started"))
-        command = ["bash", "-c", 'sleep 70; touch "$0"; exec "$@"', mark, *command]
-    init(self, command, *rest, **given)
-subprocess.Popen.__init__ = late
-"""
-
-
-@pytest.mark.long
-def test_a_raylet_may_take_longer_than_a_minute_to_start(root, tmp_path):
-    """As on a busy machine; the driver looks for it meanwhile, by itself for 60 s."""
-    (tmp_path / "late").mkdir()
-    (tmp_path / "late/sitecustomize.py").write_text(LATE_RAYLET)
-    driver = "import os, ray; ray.init(os.environ['RAY_ADDRESS'])"
-    (tmp_path / "train_it.sh").write_text(f'set -e; python -c "{driver}"; echo trained')
-    (tmp_path / "env.sh").write_text("")
-    command = ["bash", "ray_start_npu.sh", str(tmp_path / "train_it.sh"), str(tmp_path / "env.sh")]
-    variables = {"OUTPUT_DIR": str(tmp_path), "LOG_DIR": str(tmp_path / "logs"), "SKIP_PREFLIGHT": "1"}
-    variables |= {"SKIP_REPORT": "1", "NPUS_PER_NODE": "1", "VERBOSE": "1", "RUN_DEADLINE_S": "400"}
-    variables |= {"PYTHONPATH": str(tmp_path / "late")}
-    run = subprocess.run(command, cwd=root, env=os.environ | variables, capture_output=True, text=True)
-    said = run.stdout + run.stderr
-    assert run.returncode == 0 and "trained" in said, said[-2000:]
-    assert (tmp_path / "late/started").is_file()
-
-
 def test_starting_again_keeps_what_earlier_starts_wrote(root, tmp_path):
     """Log and metrics are set aside together, under the number of the start, before anything is started."""
     out = tmp_path / "out"
@@ -452,6 +422,16 @@ def test_a_dry_run_misses_the_inputs_that_the_run_would_miss(missing, tiny, tmp_
     assert (f"{model}: it does not exist" in result.stderr) is missing
 
 
+LATE_RAYLET = """
+import pathlib, subprocess
+init = subprocess.Popen.__init__
+def late(self, command, *rest, **given):
+    if str(command[0]).endswith("/raylet"):
+        mark = str(pathlib.Path(__file__).with_name("started"))
+        command = ["bash", "-c", 'sleep 70; touch "$0"; exec "$@"', mark, *command]
+    init(self, command, *rest, **given)
+subprocess.Popen.__init__ = late
+"""
 SLOW_AGENTS = """
 import sys, time
 if any(name in " ".join(sys.orig_argv) for name in ("dashboard/agent.py", "runtime_env/agent")):
@@ -465,15 +445,15 @@ print("it", ray.get(asked))
 """
 
 
-@pytest.mark.long
-def test_agents_of_ray_that_start_late_end_no_run(root, tmp_path):
-    """As on a busy machine; by itself the raylet waits 15 s for them and then dies."""
-    (tmp_path / "slow").mkdir()
-    (tmp_path / "slow/sitecustomize.py").write_text(SLOW_AGENTS)
+def run_with(sitecustomize: str, root: Path, tmp_path: Path) -> Path:
+    """A run that uses Ray goes well on a machine whose Python processes begin with ``sitecustomize``, in the
+    directory that it returns."""
+    (slow := tmp_path / "slow").mkdir()
+    (slow / "sitecustomize.py").write_text(sitecustomize)
     script = tmp_path / "train_it.sh"
     script.write_text(f"exec python -c '{USES_RAY}'\n")
     given = {"NPUS_PER_NODE": 1, "SKIP_PREFLIGHT": 1, "VERBOSE": 1, "RUN_DEADLINE_S": 300}
-    given |= {"OUTPUT_DIR": tmp_path / "out", "LOG_DIR": tmp_path / "logs", "PYTHONPATH": tmp_path / "slow"}
+    given |= {"OUTPUT_DIR": tmp_path / "out", "LOG_DIR": tmp_path / "logs", "PYTHONPATH": slow}
     run = subprocess.run(
         ["bash", "ray_start_npu.sh", script],
         cwd=root,
@@ -482,3 +462,16 @@ def test_agents_of_ray_that_start_late_end_no_run(root, tmp_path):
         text=True,
     )
     assert run.returncode == 0 and "it worked" in run.stdout + run.stderr, run.stdout + run.stderr
+    return slow
+
+
+@pytest.mark.long
+def test_a_raylet_may_take_longer_than_a_minute_to_start(root, tmp_path):
+    """As on a busy machine; the driver looks for it meanwhile, by itself for 60 s."""
+    assert (run_with(LATE_RAYLET, root, tmp_path) / "started").is_file()
+
+
+@pytest.mark.long
+def test_agents_of_ray_that_start_late_end_no_run(root, tmp_path):
+    """As on a busy machine; by itself the raylet waits 15 s for them and then dies."""
+    run_with(SLOW_AGENTS, root, tmp_path)
