@@ -359,6 +359,35 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(hosts, tmp_path):
     assert lost.end()[0] == 143
 
 
+# As on busy machines: the head's raylet starts after 70 s, and a raylet's agents after 20 s.
+LATE = """
+import os, pathlib, subprocess, sys, time
+init = subprocess.Popen.__init__
+def late(self, command, *rest, **given):
+    if str(command[0]).endswith("/raylet") and os.environ["OF_THE_NODE"] == "1":
+        mark = str(pathlib.Path(__file__).with_name("started"))
+        command = ["bash", "-c", 'sleep 70; touch "$0"; exec "$@"', mark, *command]
+    init(self, command, *rest, **given)
+subprocess.Popen.__init__ = late
+if any(name in " ".join(sys.orig_argv) for name in ("dashboard/agent.py", "runtime_env/agent")):
+    time.sleep(20)
+"""
+
+
+def test_a_ray_that_starts_late_ends_no_run(hosts, tmp_path):
+    """By itself `ray start` waits 30 s for its raylet, a driver 60 s for one, a worker 40 s for the head's,
+    and a raylet 15 s for its agents."""
+    h = hosts(2)
+    (tmp_path / "use.py").write_text(USE_ALL_NPUS)
+    (slow := tmp_path / "slow").mkdir()
+    (slow / "sitecustomize.py").write_text(LATE)
+    given = {"NPUS_PER_NODE": 1, "PYTHONPATH": slow, "RAY_DEADLINE_S": 600}
+    head, worker = h.launch(1, f"python {tmp_path}/use.py", **given), h.launch(2, **given)
+    codes = [head.end(600)[0], worker.end()[0]]
+    assert codes == [0, 0], head.text() + worker.text()
+    assert (slow / "started").is_file() and "NPUS [" in head.text()
+
+
 # Before Ray starts.
 
 

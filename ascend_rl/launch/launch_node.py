@@ -7,8 +7,8 @@ its variables. It gets its job as JSON:
      "nodes": addresses of all nodes, "npus": of each, "deadline_s": for Ray on all nodes,
      "logs": this node's folder, "train": command, null on a worker}
 
-A worker becomes `ray start --block`. The head's status is that of "train", or 1 if Ray lacks NPUs for too
-long or ends; whatever is left running then is supervise's to stop.
+A worker's status is that of `ray start --block`; the head's that of "train", or 1 if Ray lacks NPUs for too
+long or ends. Whatever is left running then is supervise's to stop.
 """
 
 from __future__ import annotations
@@ -146,11 +146,13 @@ def wait_for_npus(job: dict, until: float, alive: Callable[[], bool]) -> str:
         ray.shutdown()
 
 
-def with_ports(command: list[str]) -> list[str]:
-    """`ray start` with ports for the raylet's agents, so that it does not wait to be told theirs."""
+def start_ray(command: list[str]) -> subprocess.Popen:
+    """`ray start` with ports for the raylet's agents, so that it need not wait for them on a busy machine."""
     names = ("dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
     ours = [f"--{name}-port={free_port()}" for name in names]
-    return [word for each in command for word in (ours if each == ANY_PORT else [each])]
+    service = subprocess.Popen([word for each in command for word in (ours if each == ANY_PORT else [each])])
+    threading.Thread(target=announce_agent, args=[service], daemon=True).start()
+    return service
 
 
 def announce_agent(service: subprocess.Popen) -> None:
@@ -202,12 +204,10 @@ def main(job: dict) -> int:
     if job["train"] is None:
         problem = wait_for_control(*job["control"], job["deadline_s"])
         if not problem:
-            os.execvp(job["ray"][0], job["ray"])
+            status = start_ray(job["ray"]).wait()
+            return status if status >= 0 else 128 - status
     else:
-        single = len(job["nodes"]) == 1
-        service = subprocess.Popen(with_ports(job["ray"]) if single else job["ray"])
-        if single:  # the machine may be busy otherwise
-            threading.Thread(target=announce_agent, args=[service], daemon=True).start()
+        service = start_ray(job["ray"])
 
         def alive() -> bool:
             return service.poll() is None

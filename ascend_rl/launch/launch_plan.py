@@ -76,10 +76,11 @@ SETTINGS = dict.fromkeys(
 RAY_DEFAULTS = {
     # No idle workers for the driver: actors with variables of their own never use them.
     "RAY_prestart_worker_first_driver": "0",
-    # By itself Ray gives up when the raylet takes 30 s to start, as on a busy machine, and a driver when it
-    # finds none within 60 s.
+    # By itself Ray gives up when the raylet takes 30 s to start, as on a busy machine, a driver when it finds
+    # none within 60 s, and a worker when it does not find the head's within 40 s.
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_NUM_REDIS_GET_RETRIES": "150",  # every 2 s
     "RAY_agent_register_timeout_ms": "300000",  # for its own agents to answer
     # By itself Ray lets all other processes go first (niceness 15): beside two busy ones on two cores, its
     # workers and their vLLM engines get a thirtieth of the processor time.
