@@ -15,7 +15,7 @@ from collections import Counter
 
 import psutil
 import pytest
-from runs import PATIENCE_S, finish, launch, metrics, named, nothing_left_of, training
+from runs import BRIEF, PATIENCE_S, finish, launch, metrics, named, nothing_left_of, training
 
 from ascend_rl.launch.supervise import descendants
 
@@ -143,7 +143,7 @@ def test_a_dead_process_ends_the_run_with_a_clear_error(tmp_path, nothing_left_b
         "train_gspo_qwen3_tiny_cpu.sh",
         output,
         "trainer.val_before_train=False",
-        **{"STEPS": 5000, "RESTART_SERVERS": 0},
+        **BRIEF | {"STEPS": 5000, "RESTART_SERVERS": 0},
     )
     log = output / "train.log"
     written = output / "metrics.jsonl"
@@ -161,7 +161,7 @@ def test_a_dead_process_ends_the_run_with_a_clear_error(tmp_path, nothing_left_b
 @pytest.mark.long
 def test_ctrl_c_stops_everything(tmp_path, nothing_left_behind):
     output = tmp_path / "run"
-    process = launch("train_gspo_qwen3_tiny_cpu.sh", output, STEPS=5000)
+    process = launch("train_gspo_qwen3_tiny_cpu.sh", output, STEPS=5000, **BRIEF)
     wait_for(lambda: named(process, "ray::WorkerDict"), process, output)
     process.send_signal(signal.SIGINT)
     text = finish(process, output)
@@ -193,7 +193,7 @@ def test_switched_off_the_patches_change_nothing(root, tmp_path, tree_without, n
         "trainer.test_freq=-1",
     ]
     # The preflight would refuse a verl that is not the lock's.
-    trees = {"patched": {}, "stock": {"PYTHONPATH": str(variant), "SKIP_PREFLIGHT": "1"}}
+    trees = {"patched": BRIEF, "stock": BRIEF | {"PYTHONPATH": str(variant)}}
     losses = {}
     for name, variables in trees.items():
         process = launch("train_grpo_qwen3_tiny_cpu.sh", tmp_path / name, *stock, STEPS=3, **variables)

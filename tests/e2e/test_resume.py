@@ -7,10 +7,23 @@ import signal
 import time
 
 import pytest
-from runs import MEGATRON, PATIENCE_S, REPEATABLE, SAME, finish, launch, losses, named, titles, training
+from runs import (
+    BRIEF,
+    MEGATRON,
+    PATIENCE_S,
+    REPEATABLE,
+    SAME,
+    finish,
+    launch,
+    losses,
+    named,
+    titles,
+    training,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
 
+SHORT = BRIEF | {"STEPS": 5, "GAP_LIMIT": 0}
 SAVING = [
     "trainer.save_freq=2",
     "trainer.max_actor_ckpt_to_keep=1",
@@ -47,9 +60,7 @@ def test_killed_and_resumed(tmp_path, nothing_left_behind, trainer):
     """SIGKILL of a training worker after step 3; the restart goes on from step 2, and does the same again."""
     output = tmp_path / "run"
     script, overrides, variables = TRAINERS[trainer]
-    process = launch(
-        script, output, *REPEATABLE, *SAVING, *overrides, STEPS=5, RESTARTS=1, GAP_LIMIT=0, **variables
-    )
+    process = launch(script, output, *REPEATABLE, *SAVING, *overrides, **SHORT | variables, RESTARTS=1)
     metrics = output / "metrics.jsonl"
     deadline = time.monotonic() + PATIENCE_S
     while 3 not in losses(metrics):
@@ -74,7 +85,7 @@ def test_an_engine_that_dies_starts_again(tmp_path, nothing_left_behind):
     """SIGKILL of one of two engines within a rollout: the run goes on, and trains as one without."""
 
     def start(output):
-        variables = {"STEPS": 5, "NPUS_PER_NODE": 2, "GAP_LIMIT": 0}
+        variables = SHORT | {"NPUS_PER_NODE": 2}
         script = "train_gspo_qwen3_tiny_cpu.sh"
         return launch(script, output, *REPEATABLE, "trainer.test_freq=-1", **variables)
 
