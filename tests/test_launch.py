@@ -183,7 +183,8 @@ def test_a_schedulers_variables_are_enough(tmp_path, monkeypatch):
     assert variables["HCCL_IF_IP"] == variables["VLLM_HOST_IP"] == "10.9.0.2"
     for name in ("HCCL", "GLOO", "TP"):
         assert variables[f"{name}_SOCKET_IFNAME"] == "ib0"
-    assert "--address=10.9.0.1:7000" in made.ray_start(tmp_path) and "--head" not in made.ray_start(tmp_path)
+    command = made.ray_start(tmp_path, free_port)
+    assert "--address=10.9.0.1:7000" in command and "--head" not in command
 
 
 def test_one_node_keeps_to_itself(tmp_path):
@@ -202,8 +203,9 @@ def test_what_the_user_set_is_kept(tmp_path, monkeypatch):
 
 
 def test_the_dashboard_is_asked_for(tmp_path):
-    off = plan(tmp_path).ray_start(tmp_path)
-    on = plan(tmp_path, DASHBOARD_PORT="8265", RAY_START_ARGS="--labels 'a=b c'").ray_start(tmp_path)
+    off = plan(tmp_path).ray_start(tmp_path, free_port)
+    given = plan(tmp_path, DASHBOARD_PORT="8265", RAY_START_ARGS="--labels 'a=b c'")
+    on = given.ray_start(tmp_path, free_port)
     assert "--include-dashboard=false" in off and not [word for word in off if "dashboard-host" in word]
     assert {"--include-dashboard=true", "--dashboard-host=127.0.0.1", "--dashboard-port=8265"} <= set(on)
     assert on[-2:] == ["--labels", "a=b c"]

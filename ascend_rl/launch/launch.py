@@ -50,6 +50,7 @@ from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 from ascend_rl.launch.supervise import Ending, descendants, processes, supervise
 from ascend_rl.settings import counts
 from ascend_rl.settings.logs import set_aside
+from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, switched_on
 
 MARK = "ASCEND_RL_LAUNCH"
@@ -492,7 +493,7 @@ def supervised(
         train = [sys.executable, "-m", "ascend_rl.launch.check"]
         train += ["--without-preflight"] if plan.on("SKIP_PREFLIGHT") else []
     job = {
-        "ray": plan.ray_start(directory / "ray"),
+        "ray": plan.ray_start(directory / "ray", lambda: free_port(plan.address)),
         "control": [plan.head, plan.ray_port],
         "nodes": addresses,
         "npus": plan.npus,
@@ -553,7 +554,7 @@ def show(plan: Plan) -> None:
     print(f"CANN        {os.environ.get('ASCEND_HOME_PATH', 'none found')}")
     print(f"preloaded   {os.environ.get('LD_PRELOAD', 'nothing')}")
     print(f"then        {plan.env_script or 'no ENV_SCRIPT'}")
-    print(f"starts      {shlex.join(plan.ray_start(Path('TMPDIR/ray')))}")
+    print(f"starts      {shlex.join(plan.ray_start(Path('TMPDIR/ray'), lambda: 'PORT'))}")
     if plan.role == "head":
         train = shlex.join(["bash", plan.script, *plan.overrides])
         print(f"trains      {train}\n            (what that would run: DRY_RUN=1 {train})")

@@ -30,9 +30,8 @@ from pathlib import Path
 
 from ascend_rl.host import core_binding
 from ascend_rl.launch import warm_start
-from ascend_rl.launch.launch_plan import ANY_PORT, endpoint, npus_here
+from ascend_rl.launch.launch_plan import endpoint, npus_here
 from ascend_rl.launch.supervise import descendants
-from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import switched_on
 
 REMIND_S = 30.0
@@ -147,10 +146,8 @@ def wait_for_npus(job: dict, until: float, alive: Callable[[], bool]) -> str:
 
 
 def start_ray(command: list[str]) -> subprocess.Popen:
-    """`ray start` with ports for the raylet's agents, so that it need not wait for them on a busy machine."""
-    names = ("dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
-    ours = [f"--{name}-port={free_port()}" for name in names]
-    service = subprocess.Popen([word for each in command for word in (ours if each == ANY_PORT else [each])])
+    """`ray start`, whose raylet need not wait for its agents, as on a busy machine."""
+    service = subprocess.Popen(command)
     threading.Thread(target=announce_agent, args=[service], daemon=True).start()
     return service
 
@@ -200,12 +197,11 @@ def main(job: dict) -> int:
     if switched_on("WARM_START") and len(job["nodes"]) == 1:
         folder = Path(tempfile.mkdtemp(prefix="warm-"))
         os.environ["WARM_PYTHON"] = str(warm_start.start(folder, warm_start.MODULES))
-    until = time.monotonic() + job["deadline_s"]
+    until, status = time.monotonic() + job["deadline_s"], None
     if job["train"] is None:
         problem = wait_for_control(*job["control"], job["deadline_s"])
         if not problem:
             status = start_ray(job["ray"]).wait()
-            return status if status >= 0 else 128 - status
     else:
         service = start_ray(job["ray"])
 
@@ -218,9 +214,9 @@ def main(job: dict) -> int:
         if not problem:
             os.environ["RAY_ADDRESS"] = endpoint(*job["control"])
             status = train(job["train"], alive)
-            if status is not None:
-                return status if status >= 0 else 128 - status
             problem = f"Ray on this node ended (status {service.poll()}); see the lines above"
+    if status is not None:
+        return status if status >= 0 else 128 - status
     print(f"ERROR: {problem}", file=sys.stderr)
     return 1
 

@@ -86,7 +86,8 @@ RAY_DEFAULTS = {
     # workers and their vLLM engines get a thirtieth of the processor time.
     "RAY_worker_niceness": "0",
 }
-ANY_PORT = "--dashboard-agent-listen-port=0"
+# What the raylet's agents listen on: a raylet that is not told waits for them to tell it.
+AGENT_PORTS = ("dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
 SWITCHES = ("VERBOSE", "SKIP_PREFLIGHT", "SKIP_REPORT", "RESTART_SERVERS")
 SCHEDULERS = {"NNODES": "WORLD_SIZE", "RAY_PORT": "MASTER_PORT"}
 TOKEN_LENGTH = 16
@@ -151,8 +152,8 @@ class Plan:
             network["HCCL_SOCKET_FAMILY"] = "AF_INET6"
         return fixed | {name: os.environ.get(name, value) for name, value in network.items()}
 
-    def ray_start(self, temp_dir: Path) -> list[str]:
-        """The command that starts Ray here; it lasts as long as Ray."""
+    def ray_start(self, temp_dir: Path, port: Callable[[], int | str]) -> list[str]:
+        """The command that starts Ray here, with a port for each agent; it lasts as long as Ray."""
         command = [
             "ray",
             "start",
@@ -162,7 +163,7 @@ class Plan:
             f"--temp-dir={temp_dir}",
             f"--resources={json.dumps({'NPU': self.npus})}",
             f"--num-cpus={self.settings['RAY_NUM_CPUS'] or 8 + 8 * self.npus}",
-            ANY_PORT,
+            *(f"--{name}-port={port()}" for name in AGENT_PORTS),
         ]
         if store := self.settings["RAY_OBJECT_STORE"] or ("" if npus_here() else "200000000"):
             command.append(f"--object-store-memory={store}")
