@@ -47,9 +47,27 @@ $(id -u): build .venv from one that all may run, or build a checkout of your own
     importable ascend_rl verl || die "the patched frameworks cannot be imported; $advice"
 }
 
+# hydra_overrides ARGS...: print the overrides as Hydra's grammar wants them, each with a NUL at its end. It knows a path such
+# as /data/it's (new) only in quotes. Lists, maps, quoted values, functions and choices are what they are.
+hydra_overrides() {
+    local LC_ALL=C argument value
+    local plain='^[A-Za-z0-9_./:%@?|*+ $-]*$' grammar="^([[{'\"]|[A-Za-z_]+[(].*[)]\$)" choice='^[^/ ]*,[^/ ]*$'
+    for argument in "$@"; do
+        value="${argument#*=}"
+        if [[ "$argument" == [A-Za-z+~]*=* && ! "$value" =~ $plain && ! "$value" =~ $grammar ]] &&
+            [[ ! "$value" =~ $choice || "$argument" == *experiment_name=* ]]; then
+            value="$(sed -E "s/(\\\\*)'/\\1\\1\\\\'/g; s/(\\\\*)\$/\\1\\1/" <<<"$value")"
+            argument="${argument%%=*}='$value'"
+        fi
+        printf '%s\0' "$argument"
+    done
+}
+
 # train MODULE ARGS...: replace the script by `python -m MODULE ARGS...`. With DRY_RUN=1 only print what would run, as
 # JSON {"module", "args", "env"}: preflight and tests read it. Variables whose names tell of a secret are "(set)" there.
 train() {
+    mapfile -d '' -t ARGS < <(hydra_overrides "$@")
+    set -- "${ARGS[@]}"
     [ "${DRY_RUN:-0}" != 1 ] || exec python3 -c '
 import json, os, re, sys
 secret = re.compile("TOKEN(?!S|IZERS|_FILE)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH(?!_MODE)", re.I)

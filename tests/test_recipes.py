@@ -122,10 +122,10 @@ TWINS = {
 }
 
 
-def dry_run(name: str, **variables: str) -> subprocess.CompletedProcess:
+def dry_run(name: str, script: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
     environment = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NPUS_PER_NODE", "SMOKE")}
     return subprocess.run(
-        ["bash", INTERNAL / f"train_{name}.sh"],
+        ["bash", script or INTERNAL / f"train_{name}.sh"],
         capture_output=True,
         text=True,
         timeout=600,
@@ -220,6 +220,28 @@ def test_the_linter_has_nothing_against_it(name, monkeypatch):
     found = lint(INTERNAL / f"train_{name}.sh", INTERNAL / f"{environment_of(name)}_env.sh")
     serious = {finding.check for finding in found if finding.severity != "info"}
     assert serious == ({"train.saves_nothing"} if name in WITHOUT_CHECKPOINTS else set())
+
+
+ODD = "\u914d\u65b9 #1 (it's),[a]=b&c;{d}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_of_a_directory_reaches_verl(name, tmp_path):
+    """Of the checkout, the model, the data and the outputs; ODD has what Hydra's grammar refuses unquoted."""
+    checkout = tmp_path / ODD
+    checkout.mkdir()
+    for part in ("internal", "ascend_rl", ".venv"):
+        (checkout / part).symlink_to(INTERNAL.parent / part)
+    places = {"MODEL_PATH": f"/m/{ODD}", "TRAIN_FILE": f"{ODD}/x.parquet", "OUTPUT_DIR": f"/o/{ODD}"}
+    run = dry_run(name, script=checkout / f"internal/train_{name}.sh", **places)
+    assert run.returncode == 0, run.stderr
+    config = resolve(json.loads(run.stdout)["args"])
+    assert config.actor_rollout_ref.model.path == places["MODEL_PATH"]
+    assert config.data.train_files == places["TRAIN_FILE"]
+    assert config.data.val_files.startswith(f"{checkout}/data/")
+    assert config.trainer.default_local_dir == f"/o/{ODD}/checkpoints"
+    assert config.trainer.experiment_name == ODD
+    assert config.reward.custom_reward_function.path == f"{checkout}/ascend_rl/recipe/math_reward.py"
 
 
 @pytest.mark.parametrize("name", NAMES)
