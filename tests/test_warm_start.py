@@ -56,11 +56,11 @@ def start(tmp_path, monkeypatch):
     folder = Path(tempfile.mkdtemp(prefix="warm-"))  # a socket's path is short
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
-    def started(source: str = LOUD) -> Path:
+    def started(source: str = LOUD, python: str = sys.executable) -> Path:
         (tmp_path / "loud.py").write_text(source)
         code = "import sys; from pathlib import Path; from ascend_rl.launch.warm_start import start"
         with (tmp_path / "log").open("w") as log:
-            command = [sys.executable, "-c", f"{code}; start(Path(sys.argv[1]), ['loud'])", str(folder)]
+            command = [python, "-c", f"{code}; start(Path(sys.argv[1]), ['loud'])", str(folder)]
             subprocess.run(command, check=True, stderr=log)
         return folder / "warm_python"
 
@@ -87,6 +87,14 @@ def test_it_does_what_python_does(start, form, tmp_path):
     assert json.loads(warm.stdout) == json.loads(real.stdout)
     assert real.stderr == "imported;" and warm.stderr == ""
     assert (tmp_path / "log").read_text() == "imported;"
+
+
+def test_python_may_be_in_any_directory(start, tmp_path):
+    odd = tmp_path / "\u914d\u65b9 #1 (it's)"
+    odd.symlink_to(Path(sys.prefix))
+    program = start(python=str(odd / "bin/python"))
+    ran = subprocess.run([program, "-c", "import loud; print('hello')"], text=True, capture_output=True)
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("hello\n", "", 0)
 
 
 def test_what_it_spawns_is_warm_as_well(start, tmp_path):

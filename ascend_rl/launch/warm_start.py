@@ -28,6 +28,7 @@ import multiprocessing.spawn
 import os
 import runpy
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -95,9 +96,9 @@ def client(where: str) -> None:
 def write_client(folder: Path) -> Path:
     """Write ``folder``/warm_python."""
     program = folder / "warm_python"
-    program.write_text(
-        f"#!{sys.executable} -SE\n{inspect.getsource(client)}\n\nclient({str(folder / 'socket')!r})\n"
-    )
+    # "#!" takes no path with spaces; to Python the command of sh is a string.
+    start = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -SE \"$0\" \"$@\"\n' '''\n"
+    program.write_text(f"{start}{inspect.getsource(client)}\n\nclient({str(folder / 'socket')!r})\n")
     program.chmod(0o700)
     return program
 
