@@ -12,6 +12,7 @@
 #   cpu  creates .venv from requirements-cpu.txt. Variables:
 #          PYTHON           the Python 3.11 to build it with (default: python3)
 #          TORCH_INDEX_URL  take torch from this package index instead, e.g. one with CPU-only wheels (5 GB less)
+#          PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_TRUSTED_HOST  as for pip; the index may also be in pip's configuration
 #   npu  uses the Python of the image (PYTHON, default: python3) and adds only a .pth file and metadata to it. Compiles
 #        vllm-ascend for the chip that npu-smi shows, or for --soc (or SOC_VERSION): its wheel is for Atlas A2 only. Needs
 #        CANN (its set_env.sh is sourced if it was not); MAX_JOBS limits the compilers (default: all cores). After an
@@ -68,6 +69,7 @@ if [ "$TARGET" = cpu ]; then
         log "building .venv (about 3 GB to download the first time)"
         "$VENV_PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv --clear .venv
         "$VENV_PYTHON" -m pip install -q "$(grep '^uv==' requirements-cpu.txt)"
+        index_of_pip "$VENV_PYTHON"
         requirements="requirements-cpu.txt"
         if [ -n "${TORCH_INDEX_URL:-}" ]; then
             mapfile -t torch < <(grep -E '^torch(vision)?==' requirements-cpu.txt)

@@ -34,6 +34,17 @@ importable() {
     python -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' "$@"
 }
 
+# index_of_pip PYTHON: let uv, which reads no setting of pip's, take packages from where this Python's pip takes them.
+index_of_pip() {
+    local index
+    index="${PIP_INDEX_URL:-$("$1" -m pip config list | sed -n "s/^[a-z]*\.index-url='\(.*\)'$/\1/p" | tail -n 1)}"
+    [ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
+    [ -z "${PIP_TRUSTED_HOST:-}" ] || export UV_INSECURE_HOST="${UV_INSECURE_HOST:-$PIP_TRUSTED_HOST}"
+    # pip takes a version from whichever index has it, uv from the first index that has the package.
+    [ -z "${PIP_EXTRA_INDEX_URL:-}" ] ||
+        export UV_EXTRA_INDEX_URL="${UV_EXTRA_INDEX_URL:-$PIP_EXTRA_INDEX_URL}" UV_INDEX_STRATEGY=unsafe-best-match
+}
+
 # The environment that build_project.sh created, or the Python of the Ascend image.
 use_python() {
     local advice="run: bash build_project.sh --target cpu (or npu, in the Ascend image)"

@@ -317,3 +317,32 @@ def test_weights_that_do_not_arrive_are_asked_for_again(weights, fault):
     setattr(server, fault, False)
     run, files = download()
     assert run.returncode == 0 and files == WEIGHTS, run.stderr
+
+
+@pytest.mark.parametrize("setting", ["PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CONFIG_FILE"])
+def test_uv_takes_packages_from_where_pip_takes_them(root, tmp_path, setting):
+    """build_project.sh installs with uv; its own index is one that nothing listens on here."""
+    asked = []
+
+    class Index(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_): ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        index = f"http://127.0.0.1:{server.server_port}/simple"
+        (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {index}\n")
+        value = str(tmp_path / "pip.conf") if setting == "PIP_CONFIG_FILE" else index
+        script = f""". {root}/internal/common.sh; index_of_pip "$0"
+            exec "${{0%/*}}/uv" pip install --python "$0" --no-cache --no-config --dry-run not-published"""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "UV_"))}
+        environment |= {"UV_HTTP_RETRIES": "0", "UV_HTTP_TIMEOUT": "5", "HOME": str(tmp_path), setting: value}
+        if setting == "PIP_EXTRA_INDEX_URL":
+            environment["UV_DEFAULT_INDEX"] = "http://127.0.0.1:9/simple"
+        command = ["bash", "-c", script, sys.executable]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        server.shutdown()
+    assert ran.returncode != 0 and "/simple/not-published/" in asked, (asked, ran.stderr)
