@@ -8,6 +8,7 @@ for five steps (2 minutes), the others take seconds. Paths of this machine are s
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import pty
@@ -98,7 +99,13 @@ def file_of(name: str) -> Path:
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(COMMANDS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(COMMANDS)} (all)")
+    names = parser.parse_args().names or list(COMMANDS)
+    if unknown := set(names) - set(COMMANDS):
+        parser.error(f"no picture is named {', '.join(sorted(unknown))}; there are: {', '.join(COMMANDS)}")
     if "report" in names and "run" not in names:
         names.insert(0, "run")
     with tempfile.TemporaryDirectory() as directory:

@@ -5,6 +5,7 @@ python patches/npu_wheels.py        # prints the path of the file; the first tim
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import json
@@ -98,6 +99,9 @@ def wheels_file() -> Path:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # of the downloads
             path = wheels_file()

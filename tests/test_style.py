@@ -144,6 +144,30 @@ def test_scripts_say_how_they_are_used(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+# Started by other programs only, not by users.
+CHILDREN = {
+    "ascend_rl/launch/launch.py",  # ray_start_npu.sh, which has the help
+    "ascend_rl/launch/launch_node.py",
+    "ascend_rl/launch/warm_start.py",
+    "ascend_rl/recipe/math_reward.py",
+    "bench/verl_converter_on_cpu.py",
+}
+PYTHON_COMMANDS = [
+    name
+    for name in FILES
+    if name.endswith(".py") and not name.startswith("tests/") and '__name__ == "__main__"' in text(name)
+]
+
+
+@pytest.mark.parametrize("name", sorted({*PYTHON_COMMANDS} - CHILDREN))
+def test_python_commands_say_how_they_are_used(name, tmp_path):
+    """-h does nothing else."""
+    command = [sys.executable, "-B", ROOT / name, "-h"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert said.returncode == 0 and said.stdout.startswith("usage: "), said.stderr
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_scripts_stop_at_errors(name):
     """By their own `set`, by that of internal/common.sh, or by that of the script they become."""
