@@ -2,8 +2,19 @@
 # Sourced by ray_start_npu.sh after common.sh: what a rehearsal (docs/rehearsal.md) needs of the machine. Where torch_npu finds
 # no NPU, the software NPU takes its place; the environment script of the recipe follows and is the cluster's.
 
-# smoke_environment: export it. Called with SMOKE=1.
+# smoke_environment ARGUMENTS...: export it, for a launcher with these arguments. Called with SMOKE=1.
 smoke_environment() {
+    local script other
+    for script in "$@"; do
+        [ -f "$script" ] || continue
+        other="$(sed -n 's|^exec bash "$HERE/\(train_.*\.sh\)".*|\1|p' "$script")" # with settings of its own
+        if grep -qs '^smoke .*megatron' "$script" "$ROOT/internal/$other" && ! importable mindspeed; then
+            die "$script trains with MindSpeed, whose sources are not here; fetch, patch and install them with
+    bash download_frameworks_source_code.sh --only mindspeed && bash build_project.sh --target cpu
+If $(python3 "$ROOT/patches/sources.py" get mindspeed url) cannot be reached, name a repository that can be:
+    git config --global url.REPOSITORY.insteadOf $(python3 "$ROOT/patches/sources.py" get mindspeed url)"
+        fi
+    done
     # One thread each: a tiny model gains nothing from more. Compiling it takes longer than running it.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" NUMBA_NUM_THREADS="${NUMBA_NUM_THREADS:-1}"
     export TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"

@@ -566,3 +566,19 @@ def test_moves_have_small_graphs_to_move_to(name, sizes):
     }
     of = {enabled: list(c.actor_rollout_ref.rollout.cudagraph_capture_sizes) for enabled, c in chosen.items()}
     assert of["1"] == sizes and of["0"] == sizes[-4:]
+
+
+WITHOUT_MINDSPEED = "import sys; sys.path[:] = [p for p in sys.path if not p.endswith('/mindspeed')]"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rehearsal_says_which_sources_it_needs_before_anything_starts(name, lists, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_MINDSPEED)
+    command = ["bash", INTERNAL.parent / "ray_start_npu.sh", "--dry-run", INTERNAL / f"train_{name}.sh"]
+    variables = {"SMOKE": "1", "PYTHONPATH": str(tmp_path), "OUTPUT_DIR": str(tmp_path / "out")}
+    run = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=600)
+    if "actor_rollout_ref.actor.strategy=megatron" in lists[name, True]:
+        assert run.returncode == 1 and "download_frameworks_source_code.sh --only mindspeed" in run.stderr
+        assert len(run.stderr.splitlines()) == 4
+    else:
+        assert "MindSpeed" not in run.stderr
