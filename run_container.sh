@@ -11,7 +11,8 @@
 #
 #   --build           build IMAGE from the Dockerfile here, with the pins of frameworks.lock
 #   --mooncake        with --build: add Mooncake
-#   --soc CHIP        with --build: the chip to compile vllm-ascend for (default ascend910_9391, an Atlas A3)
+#   --soc CHIP        the chip of the image: ascend910b1 to ascend910b4 (Atlas A2) or ascend910_93xx (A3). Default: what npu-smi
+#                     shows on this host, else ascend910_9391
 #   --devices LIST    NPUs to pass, e.g. 0-7 or 0,2,4 (default: all of the host)
 #   --mount PATH      a directory for data, weights or results, at the same path inside; may be repeated
 #   --shm-size SIZE   shared memory (default 64g), used by Ray's object store and vLLM's queues
@@ -55,6 +56,17 @@ pin() {
     [ -n "$value" ] || die "frameworks.lock has no [ascend] $1"
     echo "$value"
 }
+
+# The chip decides which CANN image is the base, what vllm-ascend is compiled for, and what recipes set in the container.
+if [ -z "$SOC" ] && [ -x /usr/local/bin/npu-smi ]; then
+    SOC="$(timeout 20 /usr/local/bin/npu-smi info | sed -n 's/.*910\(B[1-4]\)\b.*/ascend910\1/p' | head -n 1 || true)"
+fi
+SOC="${SOC,,}"
+case "$SOC" in
+ascend910b[1-4]) CANN_IMAGE=image_a2 FLAGS+=(--env=NPU_SERIES=a2) ;;
+"" | ascend910_93*) CANN_IMAGE=image ;;
+*) die "--soc $SOC: no chip of an Atlas A2 (ascend910b1 to ascend910b4) or A3 (ascend910_93xx)" ;;
+esac
 
 # engine ARGS...: run docker, or print the command.
 engine() {
@@ -113,7 +125,7 @@ if [ -z "$DRY_RUN" ]; then
         die "this host has no image '$IMAGE': add --build, or pull it first"
 fi
 if [ -n "$BUILD" ]; then
-    args=("--build-arg=CANN_IMAGE=$(pin image)")
+    args=("--build-arg=CANN_IMAGE=$(pin "$CANN_IMAGE")")
     [ -z "$MOONCAKE" ] || args+=("--build-arg=MOONCAKE=$(pin mooncake)")
     [ -z "$SOC" ] || args+=("--build-arg=SOC_VERSION=$SOC")
     for name in REGISTRY DNF_MIRROR GIT_MIRROR PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_TRUSTED_HOST http_proxy https_proxy no_proxy; do

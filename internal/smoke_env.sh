@@ -7,7 +7,7 @@ smoke_environment() {
     local script other
     for script in "$@"; do
         [ -f "$script" ] || continue
-        other="$(sed -n 's|^exec bash "$HERE/\(train_.*\.sh\)".*|\1|p' "$script")" # with settings of its own
+        other="$(sed -n 's|^exec bash .*/\(train_.*[.]sh\).*|\1|p' "$script")" # with settings of its own
         if grep -qs '^smoke .*megatron' "$script" "$ROOT/internal/$other" && ! importable mindspeed; then
             die "$script trains with MindSpeed, whose sources are not here; fetch, patch and install them with
     bash download_frameworks_source_code.sh --only mindspeed && bash build_project.sh --target cpu

@@ -61,7 +61,7 @@ def test_requirements_are_pinned_and_equal_the_lock():
     expected = {
         name: version
         for name, version in ASCEND.items()
-        if name not in ("image", "cann", "hdk", "python", "mooncake")
+        if name not in ("image", "image_a2", "cann", "hdk", "python", "mooncake")
     }
     assert {name: pinned(name) for name in expected} == expected
     for name in ("requirements.in", "requirements.txt"):
@@ -113,7 +113,7 @@ def test_pins_satisfy_the_frameworks(name):
 def test_documents_name_the_pinned_image():
     for name in ("docs/image.md", "docs/image.zh.md"):
         text = (ROOT / name).read_text()
-        assert set(re.findall(r"cann:[\w.-]+", text)) == {ASCEND["image"]}
+        assert set(re.findall(r"cann:[\w.-]+", text)) == {ASCEND["image"], ASCEND["image_a2"]}
         assert f"torch_npu {ASCEND['torch_npu']}" in text
 
 
@@ -268,6 +268,33 @@ def test_container_options():
     assert {"--privileged", "--shm-size=1g"} <= set(run)
 
 
+NPU_SMI = "printf '#!/bin/sh\\necho \"| 0     {chip}              | OK\"\\n' >/usr/local/bin/npu-smi\n"
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("chip", "soc", "image"),
+    [
+        ("910B3", "ascend910b3", "image_a2"),
+        ("Ascend910", "", "image"),
+        ("", "ascend910b1", "image_a2"),
+        ("910B3", "ascend910_9391", "image"),
+    ],
+)
+def test_the_image_is_for_the_chip_of_the_host(chip, soc, image):
+    """The one that npu-smi shows, or the one that is asked for."""
+    npu_smi = NPU_SMI.format(chip=chip) + "chmod +x /usr/local/bin/npu-smi\n" if chip else ""
+    asked = f"--soc {soc}" if soc and soc.removeprefix("ascend") != chip.lower() else ""
+    result = container(f"--dry-run --build {asked} a b", npu_smi)
+    assert result.returncode == 0, result.stderr
+    build, run = map(shlex.split, result.stdout.splitlines())
+    assert f"--build-arg=CANN_IMAGE={ASCEND[image]}" in build
+    assert [word for word in build if "SOC_VERSION" in word] == (
+        [f"--build-arg=SOC_VERSION={soc}"] if soc else []
+    )
+    assert ("--env=NPU_SERIES=a2" in run) == (image == "image_a2")
+
+
 @needs_namespaces
 def test_a_build_server_needs_no_npus():
     result = container(
@@ -292,6 +319,7 @@ def test_a_build_server_needs_no_npus():
         ),
         ("", "--dry-run --devices 14-16 a b", "/dev/davinci16 does not exist; this host has: 0 1 2"),
         ("", "--dry-run --devices all a b", "'all' is not"),
+        ("", "--dry-run --soc ascend310p a b", "--soc ascend310p: no chip of an Atlas A2"),
         ("", "--dry-run --mount data a b", "not the absolute path"),
         ("", "--dry-run --mount /mnt/none a b", "/mnt/none: not the absolute path of a directory"),
         ("", "--dry-run --shm-size lots a b", "--shm-size is a number"),

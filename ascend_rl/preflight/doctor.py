@@ -297,7 +297,8 @@ def check_dies(facts: dict, lock: dict) -> Iterator[Finding]:
             "npu.count",
             host,
             f"{len(facts['dies'])} dies are visible, NPUS_PER_NODE is {wanted}",
-            "map all /dev/davinci* into the container; see ASCEND_RT_VISIBLE_DEVICES",
+            "map all /dev/davinci* into the container, see ASCEND_RT_VISIBLE_DEVICES; on Atlas A2 (8 NPUs): "
+            "export NPU_SERIES=a2; for fewer dies: export NPUS_PER_NODE",
         )
 
 
