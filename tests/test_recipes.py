@@ -583,3 +583,23 @@ def test_a_rehearsal_says_which_sources_it_needs_before_anything_starts(name, li
         assert len(run.stderr.splitlines()) == 4
     else:
         assert "MindSpeed" not in run.stderr
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
+def test_the_doors_keep_everything_outside_the_container(readme):
+    """What a run on NPUs reads and writes is below /data, which run_container.sh mounts."""
+    blocks = re.findall(r"```bash\n(.*?)```", (INTERNAL.parent / readme).read_text(), re.S)
+    doors = [block for block in blocks if "export MODEL_PATH" in block or "export NODES" in block]
+    assert len(doors) == 2
+    for block in doors:
+        exports = "\n".join(line for line in block.splitlines() if line.startswith("export "))
+        recipe, environment_script = re.search(
+            r"(internal/train_\w+\.sh) (internal/\w+_env\.sh)", block
+        ).groups()
+        command = f"set -e; cd {INTERNAL.parent}; {exports}; . {environment_script}; DRY_RUN=1 bash {recipe}"
+        run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+        values = [argument.partition("=")[2].strip("'") for argument in json.loads(run.stdout)["args"]]
+        places = {value for value in values if value.startswith("/") and not value.endswith("math_reward.py")}
+        made = set(re.findall(r"(?:--out|--output_path) (\S+)", block))
+        assert len(places) > 4 and all(place.startswith("/data/") for place in places)
+        assert not {p for p in places if "/runs/" not in p and not any(p.startswith(m) for m in made)}
