@@ -17,16 +17,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ascend_rl.settings.numbers import real, whole
 from ascend_rl.settings.switch import CannotWork, ending, switched_on
 
 DTYPES = ("bfloat16", "float16", "float32")
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -51,7 +45,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--ep_size",
-        type=positive,
+        type=whole(),
         default=None,
         help="with grouped: at which EP size a chunk is one rank's experts (32)",
     )
@@ -59,7 +53,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--dtype", choices=("auto", *DTYPES), default="auto", help="auto keeps the dtype of the source"
     )
     parser.add_argument(
-        "--workers", type=positive, default=min(8, os.cpu_count() or 1), help="threads, default: %(default)s"
+        "--workers", type=whole(), default=min(8, os.cpu_count() or 1), help="threads, default: %(default)s"
     )
     parser.add_argument(
         "--verify",
@@ -72,7 +66,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--shard_gb",
-        type=float,
+        type=real(1e-9),
         default=5.0,
         help="with --to hf: size of a safetensors file, default: %(default)s",
     )
@@ -83,7 +77,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     parser.add_argument(
         "--pp_size",
-        type=positive,
+        type=whole(),
         help="accepted for compatibility; every pipeline layout can load the result",
     )
     args = parser.parse_args(argv)
@@ -98,8 +92,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             args.layout = "grouped" if switched_on("USE_ALLTOALL_OVERLAP") else "default"
         except CannotWork as error:
             parser.error(str(error))
-    if args.shard_gb <= 0:
-        parser.error("--shard_gb must be positive")
     return args
 
 

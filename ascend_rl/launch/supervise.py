@@ -38,6 +38,7 @@ from pathlib import Path
 from ascend_rl.launch.progress import Line, Metrics, clock, state, unless_gone
 from ascend_rl.rollout.rollout_progress import TERMINAL
 from ascend_rl.settings.logs import LogFile
+from ascend_rl.settings.numbers import real
 from ascend_rl.settings.progress import FILE, VLLM, answered_for
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -423,9 +424,9 @@ def main() -> int:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--metrics", type=Path, help="verl's metrics.jsonl")
     parser.add_argument("--title", default="", help="show a line of progress, not the output")
-    parser.add_argument("--deadline", type=float, default=0, metavar="S", help="longest run (0: no limit)")
-    parser.add_argument("--stall", type=float, default=0, metavar="S", help="longest time between steps")
-    parser.add_argument("--start", type=float, default=0, metavar="S", help="longest time to the first step")
+    parser.add_argument("--deadline", type=real(), default=0, metavar="S", help="longest run (0: no limit)")
+    parser.add_argument("--stall", type=real(), default=0, metavar="S", help="longest time between steps")
+    parser.add_argument("--start", type=real(), default=0, metavar="S", help="longest time to the first step")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     args = parser.parse_args()
     command = args.command[1:] if args.command[:1] == ["--"] else args.command

@@ -38,6 +38,7 @@ from ascend_rl.planning.plan_text import (
 from ascend_rl.planning.rollout_memory import RolloutPlan, plan_rollout
 from ascend_rl.planning.tensors import stage_parameters
 from ascend_rl.settings.model import PUBLISHED, Model
+from ascend_rl.settings.numbers import real, whole
 from ascend_rl.settings.switch import CannotWork
 
 
@@ -120,33 +121,41 @@ Writes nothing but the plan.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, help=f"{', '.join(PUBLISHED)}, or a path to a config.json")
-    parser.add_argument("--dies", type=int, required=True, help="dies of both phases, 16 a node on A3")
+    parser.add_argument(
+        "--dies", type=whole(high=10**6), required=True, help="dies of both phases, 16 a node on A3"
+    )
     for name in ("tp", "pp", "cp", "ep", "etp"):
-        parser.add_argument(f"--{name}", type=int, help=f"training {name.upper()}")
+        parser.add_argument(f"--{name}", type=whole(high=10**6), help=f"training {name.upper()}")
     parser.add_argument("--fsdp", type=int, choices=(1, 2), help="train with FSDP 1 or 2, not with Megatron")
-    parser.add_argument("--fsdp-size", type=int, default=0, help="dies that share the states; default all")
-    parser.add_argument("--sp", type=int, help="Ulysses SP of FSDP")
+    parser.add_argument(
+        "--fsdp-size", type=whole(0), default=0, help="dies that share the states; default all"
+    )
+    parser.add_argument("--sp", type=whole(), help="Ulysses SP of FSDP")
     parser.add_argument("--offload-policy", action="store_true", help="FSDP2: states stay in host memory")
-    parser.add_argument("--rollout-tp", type=int, help="rollout TP")
-    parser.add_argument("--rollout-ep", type=int, help="rollout EP: 1, or TP * data_parallel_size")
-    parser.add_argument("--prompt", type=int, default=2048, help="longest prompt, tokens")
-    parser.add_argument("--response", type=int, default=32768, help="longest response, tokens")
-    parser.add_argument("--max-token-len-per-gpu", type=int, help="default (prompt + response) / CP or SP")
+    parser.add_argument("--rollout-tp", type=whole(), help="rollout TP")
+    parser.add_argument("--rollout-ep", type=whole(), help="rollout EP: 1, or TP * data_parallel_size")
+    parser.add_argument("--prompt", type=whole(), default=2048, help="longest prompt, tokens")
+    parser.add_argument("--response", type=whole(), default=32768, help="longest response, tokens")
+    parser.add_argument(
+        "--max-token-len-per-gpu", type=whole(), help="default (prompt + response) / CP or SP"
+    )
     parser.add_argument("--layer-split", help="layers of each stage, as 23,24,24,23")
     for name, values in CHOICES.items():
         default = getattr(Training, name)
         also = " (FSDP: full)" if name == "recompute" else " (FSDP: offload)" if name == "optimizer" else ""
         parser.add_argument(f"--{name.replace('_', '-')}", choices=values, help=f"default {default}{also}")
-    parser.add_argument("--imbalance", type=float, default=1.0, help="tokens of the fullest rank / mean")
+    parser.add_argument("--imbalance", type=real(1), default=1.0, help="tokens of the fullest rank / mean")
     parser.add_argument("--no-param-offload", action="store_true", help="weights stay during the rollout")
-    parser.add_argument("--max-num-seqs", type=int, default=Rollout.max_num_seqs)
-    parser.add_argument("--max-num-batched-tokens", type=int, help="default prompt + response")
-    parser.add_argument("--moe-chunk-tokens", type=int, help="VLLM_FUSED_MOE_CHUNK_SIZE; default all at once")
+    parser.add_argument("--max-num-seqs", type=whole(), default=Rollout.max_num_seqs)
+    parser.add_argument("--max-num-batched-tokens", type=whole(), help="default prompt + response")
+    parser.add_argument(
+        "--moe-chunk-tokens", type=whole(), help="VLLM_FUSED_MOE_CHUNK_SIZE; default all at once"
+    )
     parser.add_argument("--graph-sizes", help="tokens of the decode graphs, as 32,64,128,256; default none")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=Rollout.gpu_memory_utilization)
-    parser.add_argument("--hbm-gib", type=float, default=HBM_GIB, help="HBM of a die")
-    parser.add_argument("--reserve-gib", type=float, default=RESERVE_GIB, help="HCCL buffers and the like")
-    parser.add_argument("--suggest", type=int, default=5, help="how many partitions to suggest")
+    parser.add_argument("--gpu-memory-utilization", type=real(high=1), default=Rollout.gpu_memory_utilization)
+    parser.add_argument("--hbm-gib", type=real(), default=HBM_GIB, help="HBM of a die")
+    parser.add_argument("--reserve-gib", type=real(), default=RESERVE_GIB, help="HCCL buffers and the like")
+    parser.add_argument("--suggest", type=whole(0), default=5, help="how many partitions to suggest")
     parser.add_argument("--json", action="store_true")
     return parser
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ascend_rl.preflight.findings import Finding, as_json, render
+from ascend_rl.settings.numbers import whole
 from ascend_rl.settings.switch import CannotWork
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -553,7 +554,7 @@ Writes nothing but its findings.""",
     )
     parser.add_argument("config", help=f"one of {', '.join(p.stem for p in sorted(CONF.glob('*_*.yaml')))}")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. resources=2x8")
-    parser.add_argument("--npus-per-node", type=int, help="what a node shows (default: not checked)")
+    parser.add_argument("--npus-per-node", type=whole(), help="what a node shows (default: not checked)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     os.environ.setdefault("OUTPUT_DIR", str(ROOT / "outputs" / args.config))

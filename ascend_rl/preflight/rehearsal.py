@@ -31,6 +31,7 @@ from ascend_rl.preflight.lint_setup import ROLLOUT, VLLM, Setup
 from ascend_rl.preflight.verl_config import Resolved
 from ascend_rl.recipe.report import read_metrics
 from ascend_rl.settings.counts import COUNTED, counted
+from ascend_rl.settings.numbers import whole
 
 # What counts as a sign of a feature: (what it is, where it is counted, names).
 SIGNS = (
@@ -313,7 +314,7 @@ def main() -> None:
     parser.add_argument("script", nargs="?", help="the training script that was rehearsed")
     parser.add_argument("output_dir", nargs="?", type=Path, help="its OUTPUT_DIR")
     parser.add_argument("--environment", default="", help="its environment script")
-    parser.add_argument("--seconds", type=int, help="how long it took, for the table")
+    parser.add_argument("--seconds", type=whole(0), help="how long it took, for the table")
     parser.add_argument("--table", nargs="+", type=Path, metavar="OUTPUT_DIR", help="of earlier rehearsals")
     options = parser.parse_args()
     if options.table:

@@ -30,6 +30,7 @@ from ascend_rl.preflight import dry_run, verl_config
 from ascend_rl.preflight.lint_engines import plan_of
 from ascend_rl.preflight.lint_setup import ACTOR, ROLLOUT, VLLM, Setup
 from ascend_rl.settings.model import Model
+from ascend_rl.settings.numbers import real
 from ascend_rl.settings.switch import CannotWork
 
 # The lengths of DeepScaleR's responses by Qwen3-235B-A22B: median, and the deviation of log lengths between
@@ -322,7 +323,9 @@ Starts nothing and writes nothing but the prediction. See docs/step_time.md.""",
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a training script")
     parser.add_argument("env_script", nargs="?", metavar="ENV_SCRIPT", help="environment of the run")
     parser.add_argument("overrides", nargs="*", metavar="HYDRA_OVERRIDE", help="as given to ray_start_npu.sh")
-    parser.add_argument("--median", type=float, default=MEDIAN, help=f"response tokens; default {MEDIAN:.0f}")
+    parser.add_argument(
+        "--median", type=real(1), default=MEDIAN, help=f"response tokens; default {MEDIAN:.0f}"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--published", action="store_true", help="print the comparison as Markdown")
     parser.add_argument("--lang", choices=("en", "zh"), default="en", help="of --published")

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_rl.recipe.math_reward import last_box
+from ascend_rl.settings.numbers import whole
 from ascend_rl.settings.switch import CannotWork
 
 BOXED = "Let's think step by step and output the final answer within \\boxed{}."
@@ -308,7 +309,7 @@ Writes train.parquet and test.parquet into --out.""",
         metavar="modelscope|hf|FILE",
         help="where from (modelscope); a file for each split: .parquet, .jsonl or .json",
     )
-    parser.add_argument("--max-chars", type=int, default=20_000, help="longest problem (20000)")
+    parser.add_argument("--max-chars", type=whole(), default=20_000, help="longest problem (20000)")
     args = parser.parse_args()
     try:
         report = prepare(args.name, args.out, args.source or ["modelscope"], args.max_chars)

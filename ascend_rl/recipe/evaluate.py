@@ -39,6 +39,7 @@ from pathlib import Path
 
 from ascend_rl.recipe.data import BOXED, DATASETS, HASHES, Problem, asked, fetch, from_verl, read_rows
 from ascend_rl.recipe.math_reward import _number, _plain, compute_score, extract_answer
+from ascend_rl.settings.numbers import real, whole
 from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, ending
 
@@ -401,27 +402,25 @@ to `vllm serve`.""",
         help=f"{', '.join(known)}, or .parquet, .jsonl, .json",
     )
     parser.add_argument("--out", type=Path, help="where the samples are (outputs/evaluation/MODEL)")
-    parser.add_argument("--n", type=int, default=1, help="samples of each problem (1)")
-    parser.add_argument("--limit", type=int, help="only the first problems of each data set")
-    parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy (0.6)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="(0.95)")
-    parser.add_argument("--top-k", type=int, default=-1, help="-1: all (-1)")
-    parser.add_argument("--max-tokens", type=int, help="of a response (what the context leaves)")
-    parser.add_argument("--seed", type=int, help="makes samples repeatable; slower on NPUs")
+    parser.add_argument("--n", type=whole(), default=1, help="samples of each problem (1)")
+    parser.add_argument("--limit", type=whole(), help="only the first problems of each data set")
+    parser.add_argument("--temperature", type=real(), default=0.6, help="0: greedy (0.6)")
+    parser.add_argument("--top-p", type=real(high=1), default=0.95, help="(0.95)")
+    parser.add_argument("--top-k", type=whole(-1), default=-1, help="-1: all (-1)")
+    parser.add_argument("--max-tokens", type=whole(), help="of a response (what the context leaves)")
+    parser.add_argument("--seed", type=whole(0, 2**63 - 1), help="makes samples repeatable; slower on NPUs")
     parser.add_argument(
         "--no-thinking", action="store_true", help="for chat templates that can be asked not to"
     )
     parser.add_argument(
         "--source", choices=("hf", "modelscope"), default="hf", help="of named data sets (hf)"
     )
-    parser.add_argument("--concurrency", type=int, default=256, help="requests at a time (256)")
+    parser.add_argument("--concurrency", type=whole(), default=256, help="requests at a time (256)")
     parser.add_argument("--server", metavar="URL", help="a running server, whose model is called 'model'")
     argv = sys.argv[1:] if argv is None else argv
     own, _, serve = ("\0".join(argv)).partition("\0--\0")
     args = parser.parse_args(own.split("\0") if own else [])
     args.serve = serve.split("\0") if serve else []
-    if args.n < 1 or args.concurrency < 1 or (args.limit is not None and args.limit < 1):
-        parser.error("--n, --limit and --concurrency must be positive")
     if args.n > 1 and args.temperature == 0:
         parser.error("--temperature 0 gives the same sample each time: use --n 1")
     return args

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ascend_rl.settings.logs import parts
+from ascend_rl.settings.numbers import real
 
 FINAL_STEPS = 5
 PHASES = {
@@ -412,12 +413,16 @@ Writes report.json, report.png and, with --html, report.html into the directory 
         "--compare", type=Path, nargs="*", default=[], metavar="RUN", help="the same as more runs"
     )
     parser.add_argument("--html", action="store_true", help="write one page that needs no other file")
-    parser.add_argument("--wall", type=float, metavar="S", help="how long the whole run took")
+    parser.add_argument("--wall", type=real(), metavar="S", help="how long the whole run took")
     parser.add_argument(
-        "--min-reward", type=float, default=0, metavar="R", help="fail below this final or held-out reward"
+        "--min-reward",
+        type=real(-1e12),
+        default=0,
+        metavar="R",
+        help="fail below this final or held-out reward",
     )
     parser.add_argument(
-        "--max-probs-diff", type=float, metavar="D", help="fail if rollout and trainer differed by more"
+        "--max-probs-diff", type=real(), metavar="D", help="fail if rollout and trainer differed by more"
     )
     args = parser.parse_args()
     directories = [*args.run, *args.compare]

@@ -23,6 +23,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from ascend_rl.settings.numbers import real, whole
+
 DIGITS_MAX = 99
 HELD_OUT_SHARE = 0.1
 CARELESS_SHARE = 0.7
@@ -257,16 +259,18 @@ Writes model/, train.parquet and val.parquet into --out, which appears when it i
     parser.add_argument(
         "--out", type=Path, required=True, help="directory to make; left alone if it is complete"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0)
     parser.add_argument(
         "--warm-start",
-        type=float,
+        type=real(high=1),
         default=0.9,
         metavar="P",
         help="stop the supervised start at this probability of a careful or careless response (0.9)",
     )
     parser.add_argument("--moe", action="store_true", help="make a Qwen3-MoE")
-    parser.add_argument("--validation", type=int, default=256, metavar="N", help="held-out prompts to keep")
+    parser.add_argument(
+        "--validation", type=whole(), default=256, metavar="N", help="held-out prompts to keep"
+    )
     args = parser.parse_args(argv)
 
     description = (

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ascend_rl.settings.counts import count
+from ascend_rl.settings.numbers import real, whole
 from ascend_rl.settings.switch import CannotWork
 
 VARIABLE = "VLLM_SPECULATIVE_BATCH_SIZE_THRE"
@@ -106,8 +107,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "steps", nargs="+", metavar="TOKENS:TIME", help="time of a step with this many tokens"
     )
-    parser.add_argument("--draft-tokens", type=int, required=True, metavar="K")
-    parser.add_argument("--emitted", type=float, required=True, help="tokens a request gets in a step")
+    parser.add_argument("--draft-tokens", type=whole(), required=True, metavar="K")
+    parser.add_argument("--emitted", type=real(1), required=True, help="tokens a request gets in a step")
     args = parser.parse_args(argv)
     measured = {int(tokens): float(time) for tokens, time in (step.split(":") for step in args.steps)}
     if len(measured) < 2:

@@ -20,6 +20,7 @@ import os
 from pathlib import Path
 
 from ascend_rl.settings.model import Model
+from ascend_rl.settings.numbers import real, whole
 from ascend_rl.settings.switch import CannotWork, ending
 from ascend_rl.weights import converter
 from ascend_rl.weights.checkpoints import complete, newest, step_of
@@ -127,7 +128,7 @@ until it is complete: OUT.partial and OUT.partial.journal.""",
         "checkpoint", type=Path, help="a run's output directory, its checkpoints, or one global_step_N"
     )
     parser.add_argument("--out", type=Path, required=True, help="directory to make; never overwritten")
-    parser.add_argument("--step", type=int, help="which global_step_N (the latest)")
+    parser.add_argument("--step", type=whole(0), help="which global_step_N (the latest)")
     parser.add_argument(
         "--hf", type=Path, metavar="DIR", help="where config.json and the tokenizer are (the checkpoint's)"
     )
@@ -137,14 +138,12 @@ until it is complete: OUT.partial and OUT.partial.journal.""",
         default="bfloat16",
         help="auto keeps the stored one (bfloat16)",
     )
-    parser.add_argument("--shard-gb", type=float, default=5.0, help="size of a safetensors file (5)")
+    parser.add_argument("--shard-gb", type=real(1e-9), default=5.0, help="size of a safetensors file (5)")
     parser.add_argument(
-        "--workers", type=int, default=min(8, os.cpu_count() or 1), help="threads (%(default)s)"
+        "--workers", type=whole(), default=min(8, os.cpu_count() or 1), help="threads (%(default)s)"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args()
-    if args.shard_gb <= 0 or args.workers < 1:
-        parser.error("--shard-gb and --workers must be positive")
     options = converter.Options(
         dtype=None if args.dtype == "auto" else args.dtype,
         workers=args.workers,
