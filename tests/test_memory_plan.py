@@ -745,7 +745,7 @@ def test_command_line(tmp_path, capsys):
     for wrong, message in [
         (["--model", "qwen9", "--dies", "8"], "qwen9"),
         (["--model", "qwen3-8b", "--dies", "8", "--tp", "3"], "must divide"),
-        (["--model", "qwen3-8b", "--dies", "0"], "at least 1"),
+        (["--model", "qwen3-8b", "--dies", "0"], "number from 1"),
     ]:
         with pytest.raises(SystemExit) as status:
             memory_plan.main(wrong)
