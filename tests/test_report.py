@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import math
@@ -652,3 +653,33 @@ def test_a_run_without_times_of_phases_has_a_picture(tmp_path):
             row["data"].pop(key, None)
     result = command(write(tmp_path, rows))
     assert (result.returncode, result.stderr) == (0, "")
+
+
+ABSENT = object()
+ODD = [None, 1e308, -1, 0, "text", True, 1e-320, [1], ABSENT]
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: "absent" if value is ABSENT else str(value))
+@pytest.mark.parametrize("chosen", ["timing_s/step", "timing_s/", ""])
+def test_any_figure_may_be_odd(tmp_path, monkeypatch, value, chosen):
+    """In the last four steps: not measured, out of range, of another type."""
+    rows = records()
+    for row in rows[3:]:
+        for key in [key for key in row["data"] if key.startswith(chosen)]:
+            row["data"].pop(key) if value is ABSENT else row["data"].update({key: value})
+    monkeypatch.setattr(sys, "argv", ["report", str(write(tmp_path, rows)), "--html"])
+    with contextlib.suppress(SystemExit) if not chosen else contextlib.nullcontext():  # its reward is too low
+        report.main(of_run)
+    json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    picture(tmp_path / "report.png")
+
+
+@pytest.mark.parametrize("name", ["a$b$c", "$\\frac", "_hidden", "x" * 200, "{}%s<&>"])
+def test_a_run_may_have_any_name(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sys, "argv", ["report", str(write(tmp_path / name, records())), "--html"])
+    report.main(of_run)
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    report.plot([(name, report.read_metrics(tmp_path / name / "metrics.jsonl"))], tmp_path / "x.png")
+    labels = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
+    assert len(labels) == 2 and all(name in label for label in labels)

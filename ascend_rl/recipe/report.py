@@ -95,6 +95,15 @@ def evaluated(rows: list[dict]) -> list[str]:
     return sorted({key for row in rows for key in row if key.startswith(EVALUATED)})
 
 
+def number(value: object) -> float:
+    """A metric as it can be averaged and drawn: NaN for what is none, or too large for that.
+
+    >>> number(1), number(None), number("off"), number(1e308)
+    (1, nan, nan, nan)
+    """
+    return value if isinstance(value, int | float) and abs(value) < 1e100 else math.nan
+
+
 def read_part(path: Path) -> list[dict]:
     """The records of one start; the last line of one that was killed while writing is left out."""
     rows: list[dict] = []
@@ -102,7 +111,7 @@ def read_part(path: Path) -> list[dict]:
     try:
         for line in lines:
             record = json.loads(line)
-            data = {key: math.nan if value is None else value for key, value in record["data"].items()}
+            data = {key: number(value) for key, value in record["data"].items()}
             rows.append({"step": record["step"], **data})
     except (ValueError, KeyError, TypeError, AttributeError):
         sys.exit(f"{path}, line {len(rows) + 1} is damaged; remove it")
@@ -152,7 +161,7 @@ def summarise(rows: list[dict], wall_s: float | None, prediction: dict[str, floa
         for key, name in PHASES.items()
         if any(f"timing_s/{key}" in row for row in steady)
     }
-    step_s = statistics.median(row["timing_s/step"] for row in steady)
+    step_s = statistics.median(finite(steady, "timing_s/step") or [math.nan])
     phases["other"] = max(0.0, step_s - sum(phases.values()))
     speed = series(steady, SPEED)[1]
 
@@ -161,7 +170,8 @@ def summarise(rows: list[dict], wall_s: float | None, prediction: dict[str, floa
         found = [
             row[SPEED] * row["timing_s/step"] / spent
             for row in steady
-            if SPEED in row and (spent := sum(row.get(f"timing_s/{key}", 0.0) for key in keys))
+            if {SPEED, "timing_s/step"} <= row.keys()
+            and (spent := sum(row.get(f"timing_s/{key}", 0.0) for key in keys)) > 0
         ]
         return statistics.median(found) if found else None
 
@@ -294,10 +304,10 @@ def draw_times(axes, runs: list[tuple[str, list[dict]]]) -> None:
     axes.set(title="step time (s)")
     if present:
         axes.stackplot([row["step"] for row in first], *present.values(), labels=present)
-        typical = statistics.median(row["timing_s/step"] for row in first)
+        typical = statistics.median(finite(first, "timing_s/step") or [math.nan])
         whole = filter(math.isfinite, map(sum, zip(*present.values(), strict=True)))
         top = 1.05 * min(max(whole, default=1), 3 * typical)  # a step that saves may take long
-        axes.set(title=f"step time (s), median {seconds(typical)}", ylim=(0, top or 1))
+        axes.set(title=f"step time (s), median {seconds(typical)}", ylim=(0, top if top > 0 else 1))
 
 
 def draw_requests(axes, runs: list[tuple[str, list[dict]]]) -> None:
@@ -379,6 +389,10 @@ def plot(runs: list[tuple[str, list[dict]]], file: Path | BinaryIO, panels: Sequ
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
+    plt.rcParams["text.parse_math"] = False  # a "$" in a name is a "$"
+    runs = [
+        (name if name[:1] != "_" else f" {name}", of) for name, of in runs
+    ]  # "_x" would not be in a legend
     rows = -(-len(panels) // 2)
     figure, grid = plt.subplots(rows, 2, figsize=(10, 3.25 * rows), layout="constrained", squeeze=False)
     for axes in grid.flat[len(panels) :]:

@@ -70,13 +70,16 @@ def warnings(rows: Sequence[dict], settings: Sequence[str]) -> Iterator[str]:
     steps = [row for row in rows if report.REWARD in row]
     steps = steps[1:] or steps  # the first one warms up
 
+    def ratio(part: str, whole: str) -> float:
+        return median(steps, part) / (median(steps, whole) or math.nan)
+
     def share(phase: str) -> float:
-        return median(steps, f"timing_s/{phase}") / median(steps, "timing_s/step")
+        return ratio(f"timing_s/{phase}", "timing_s/step")
 
     def on(*words: str) -> bool:
         return any(word in setting for word in words for setting in settings)
 
-    idle = 1 - median(steps, REQUEST_MEAN) / median(steps, REQUEST_MAX)
+    idle = 1 - ratio(REQUEST_MEAN, REQUEST_MAX)
     if share("gen") > 0.6 and idle > 0.2:
         switches = {
             "data_rebalance.md": "" if on("data_rebalance=True") else "rollout.data_rebalance=True",
