@@ -54,13 +54,15 @@ def environment() -> dict[str, str]:
     from ascend_rl.host.npu_tools import built_for
 
     tree = ROOT / "frameworks/vllm_ascend"
+    series = built_for(tree / "vllm_ascend")
     printed = subprocess.run(
         ["bash", "-c", f". {ROOT}/internal/cpu_env.sh && env -0"], check=True, capture_output=True, text=True
     ).stdout
     return dict(entry.split("=", 1) for entry in printed.split("\0") if "=" in entry) | {
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "software_npu/site", tree))),
         "SOFTWARE_NPU_WHEELS": str(wheels_file()),
-        "SOFTWARE_NPU_CHIP": CHIPS[built_for(tree / "vllm_ascend") or "A3"],
+        "SOFTWARE_NPU_CHIP": CHIPS[series or "A3"],
+        "SOFTWARE_NPU_VLLM_ASCEND": str(int(series is None)),  # from git, nothing is compiled
         "VLLM_ASCEND_ENABLE_NZ": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",

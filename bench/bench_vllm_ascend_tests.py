@@ -4,9 +4,8 @@
     python bench/bench_vllm_ascend_tests.py tests/ut/test_utils.py
 
 Upstream runs them with torch_npu on a machine without an NPU and mocks what they call. Here torch_npu is the
-software NPU; nothing else is replaced. They are fetched from git (--mirror DIRECTORY, or the URL of
-frameworks.lock) into a temporary directory, and are run on vllm-ascend as it was released, or (--patched) on
-frameworks/vllm_ascend.
+software NPU; nothing else is replaced. They are fetched from the git URL of frameworks.lock into a temporary
+directory, and are run on vllm-ascend as it was released, or (--patched) on frameworks/vllm_ascend.
 What upstream's CI leaves out is left out: IGNORED, of .github/workflows/_unit_test.yaml.
 Bars: none fails, and of all files as many pass as with mocks (and 17 are skipped, by marks in the tests).
 """
@@ -32,7 +31,6 @@ from npu_wheels import CHIPS, wheels_file  # noqa: E402
 from ascend_rl.host.npu_tools import built_for  # noqa: E402
 from sources import BASE_TAG, Project  # noqa: E402
 
-MIRROR = ROOT.parent / "shared/mirrors/vllm-ascend.git"
 IGNORED = (
     "model_loader/netloader/test_netloader_elastic.py",
     "kv_connector/test_remote_prefill_lifecycle.py",
@@ -51,24 +49,24 @@ def unpack(repository: Path, commit: str, directory: Path, *paths: str) -> None:
         files.extractall(directory, filter="data")
 
 
-def fetch_tests(mirror: str, directory: Path) -> None:
+def fetch_tests(directory: Path) -> None:
     """directory/tests of the pinned commit."""
     framework = Project.load(ROOT).framework("vllm_ascend")
-    source = f"file://{mirror}" if Path(mirror).is_dir() else framework.url
     clone = directory / "upstream"
-    fetch = ["git", "clone", "-q", "--bare", "--depth", "1", "--branch", framework.tag, source, str(clone)]
-    subprocess.run(fetch, check=True, timeout=600)
+    fetch = ["git", "clone", "-q", "--bare", "--depth", "1", "--branch", framework.tag, framework.url]
+    subprocess.run([*fetch, str(clone)], check=True, timeout=600)
     unpack(clone, framework.commit, directory, "tests/ut", "tests/__init__.py")
 
 
 def released(directory: Path) -> Path:
-    """frameworks/vllm_ascend without the patches; what is compiled stays where it is."""
+    """frameworks/vllm_ascend without the patches; what the build made stays where it is."""
     tree = ROOT / "frameworks/vllm_ascend"
     target = directory / "released"
     target.mkdir()
     unpack(tree, BASE_TAG, target)
-    for library in (tree / "vllm_ascend").glob("*.so"):
-        (target / "vllm_ascend" / library.name).symlink_to(library)
+    for made in (*tree.glob("vllm_ascend/*.so"), *tree.glob("*.dist-info")):
+        if not (target / made.relative_to(tree)).exists():
+            (target / made.relative_to(tree)).symlink_to(made)
     return target
 
 
@@ -81,10 +79,12 @@ def run(tests: Path, tree: Path, files: list[str], seconds: float) -> list[Eleme
     """
     report = tests / "report.xml"
     ignored = [f"--ignore=tests/ut/{file}" for file in IGNORED]
+    series = built_for(tree / "vllm_ascend")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "software_npu/site", tree, tests))),
         "SOFTWARE_NPU_WHEELS": str(wheels_file()),
-        "SOFTWARE_NPU_CHIP": CHIPS[built_for(tree / "vllm_ascend") or "A3"],
+        "SOFTWARE_NPU_CHIP": CHIPS[series or "A3"],
+        "SOFTWARE_NPU_VLLM_ASCEND": str(int(series is None)),  # from git, nothing is compiled
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "OMP_NUM_THREADS": "1",
     }
@@ -108,14 +108,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mirror", default=str(MIRROR), help="a git repository of vllm-ascend")
     parser.add_argument("--patched", action="store_true", help="on the patched tree")
     parser.add_argument("--seconds", type=float, default=3600, help="pytest is ended then")
     parser.add_argument("files", nargs="*", help="tests/ut/...; all without")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="vllm-ascend-tests-") as directory:
         place = Path(directory)
-        fetch_tests(arguments.mirror, place)
+        fetch_tests(place)
         tree = ROOT / "frameworks/vllm_ascend" if arguments.patched else released(place)
         cases = run(place, tree, arguments.files, arguments.seconds)
     outcomes = {f"{case.get('classname')}.{case.get('name')}": outcome(case) for case in cases}

@@ -10,6 +10,7 @@ before its first import; site-packages only if they do not belong to an image. R
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import os
 import shutil
@@ -107,17 +108,50 @@ def vllm_metadata(project: Project, framework: Framework, target: str, site: Pat
     places = [site / f"{framework.package}-{version}.dist-info"]
     if target == "npu" and read_json(tree / ".git" / SOURCE_FILE)["source"] == "pypi":
         places.append(alias)
-        excluded = tree / ".git/info/exclude"
-        if alias.name not in excluded.read_text():
-            excluded.write_text(f"{excluded.read_text()}{alias.name}/\n")
+        exclude(tree, alias)
     for info in places:
-        info.mkdir()
-        write_file(info / "INSTALLER", INSTALLER)
-        text = f"Metadata-Version: 2.1\nName: {framework.package}\nVersion: {version}\n"
-        write_file(info / "METADATA", text.encode())
+        write_info(info, framework, version)
     pyproject = tree / "pyproject.toml"
     if pyproject.exists():  # from git: a tree from the wheel has the wheel's own dist-info
         write_file(places[0] / "entry_points.txt", entry_points(pyproject).encode())
+
+
+def ascend_metadata(project: Project, framework: Framework, target: str) -> None:
+    """Write the dist-info by which vLLM finds vllm-ascend's plug-ins into a tree that came from git.
+
+    A tree from the wheel has the wheel's. In the tree, which only rehearsals and tests have on their path, so
+    that no other run on a CPU takes it for its platform; for NPUs it is beside what is compiled.
+    """
+    tree = project.tree(framework.name)
+    if not tree.is_dir() or read_json(tree / ".git" / SOURCE_FILE)["source"] == "pypi":
+        return
+    remove_metadata(tree, framework)
+    if target == "cpu":
+        info = tree / f"{framework.package}-{framework.version}.dist-info"
+        exclude(tree, info)
+        write_info(info, framework, framework.version)
+        setup = ast.parse((tree / "setup.py").read_text())
+        (groups,) = [
+            ast.literal_eval(node.value)
+            for node in ast.walk(setup)
+            if isinstance(node, ast.keyword) and node.arg == "entry_points"
+        ]
+        lines = [line for group, found in groups.items() for line in (f"[{group}]", *found)]
+        write_file(info / "entry_points.txt", ("\n".join(lines) + "\n").encode())
+
+
+def exclude(tree: Path, info: Path) -> None:
+    """Have git ignore a directory of a tree."""
+    excluded = tree / ".git/info/exclude"
+    if info.name not in excluded.read_text():
+        excluded.write_text(f"{excluded.read_text()}{info.name}/\n")
+
+
+def write_info(info: Path, framework: Framework, version: str) -> None:
+    info.mkdir()
+    write_file(info / "INSTALLER", INSTALLER)
+    text = f"Metadata-Version: 2.1\nName: {framework.package}\nVersion: {version}\n"
+    write_file(info / "METADATA", text.encode())
 
 
 def entry_points(pyproject: Path) -> str:
@@ -232,6 +266,7 @@ def main() -> int:
                 line += f"import gc; gc.set_threshold{GC_THRESHOLDS}\n"
             write_file(site / PTH_NAME, line.encode())
             vllm_metadata(project, vllm, target, site)
+            ascend_metadata(project, project.framework("vllm_ascend"), target)
         prove(project, present)
         if target == "npu":
             prove_platform(project, soc)

@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from wheels import wheels_file
@@ -23,7 +24,6 @@ from wheels import wheels_file
 import sources
 
 ROOT = Path(__file__).resolve().parent.parent
-MIRROR = ROOT.parent / "shared/mirrors/vllm-ascend.git"
 SUBMODULE = "csrc/third_party/catlass"
 
 CMAKE = """#!/bin/bash
@@ -97,6 +97,20 @@ class Host:
         return result.stdout.split()
 
 
+def from_git() -> bool:
+    """Whether frameworks/vllm_ascend has the commit of the pin, not files of the wheel."""
+    commit = sources.Project.load(ROOT).framework("vllm_ascend").commit
+    command = ["git", "-C", ROOT / "frameworks/vllm_ascend", "cat-file", "-e", commit]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+needs_git = pytest.mark.skipif(
+    not from_git(),
+    reason="frameworks/vllm_ascend is the wheel's; ./download_frameworks_source_code.sh --only vllm_ascend "
+    "--source git fetches it from git",
+)
+
+
 def make_upstream(directory: Path) -> str:
     """A repository like vllm-ascend's at the pin, with another submodule; returns its commit."""
     submodule = directory.with_name("catlass")
@@ -106,11 +120,13 @@ def make_upstream(directory: Path) -> str:
     git(submodule, "config", "uploadpack.allowAnySHA1InWant", "true")
     git(submodule, "add", ".")
     git(submodule, "commit", "-qm", "catlass")
-    subprocess.run(["git", "clone", "-q", MIRROR, directory], check=True, capture_output=True)
+    tree, pin = ROOT / "frameworks/vllm_ascend", sources.Project.load(ROOT).framework("vllm_ascend")
+    subprocess.run(["git", "clone", "-qn", tree, directory], check=True, capture_output=True)
+    git(directory, "checkout", "-qB", "main", pin.commit)
     git(directory, "update-index", "--cacheinfo", f"160000,{git(submodule, 'rev-parse', 'HEAD')},{SUBMODULE}")
     git(directory, "config", "-f", ".gitmodules", f"submodule.{SUBMODULE}.url", str(submodule))
     git(directory, "commit", "-qam", "Another submodule")
-    git(directory, "tag", "-f", sources.Project.load(ROOT).framework("vllm_ascend").tag)
+    git(directory, "tag", "-f", pin.tag)
     return git(directory, "rev-parse", "HEAD")
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import ascend_build
 import pytest
-from ascend_host import MIRROR, ROOT, git, make_host, make_python, names_in
+from ascend_host import ROOT, git, make_host, make_python, names_in, needs_git
 from packaging.utils import canonicalize_name
 
 import sources
@@ -47,7 +47,6 @@ async def main():
 if __name__ == "__main__":
     asyncio.run(main())
 """
-needs_mirror = pytest.mark.skipif(not MIRROR.exists(), reason="no git repository of vllm-ascend at hand")
 
 
 def npus(sample: str) -> dict[str, str]:
@@ -66,7 +65,7 @@ def host(tmp_path_factory):
     return host
 
 
-@needs_mirror
+@needs_git
 def test_without_a_chip_or_without_cann_it_says_what_to_do(host):
     result = host.build()
     assert result.returncode == 1 and "on a build server name it, e.g. --soc ascend910_9391" in result.stderr
@@ -77,7 +76,7 @@ def test_without_a_chip_or_without_cann_it_says_what_to_do(host):
     assert host.calls == [] and not list(host.tree.glob("vllm_ascend/_build_info.py"))
 
 
-@needs_mirror
+@needs_git
 def test_an_interrupted_build_leaves_the_tree_alone(host):
     """The next test goes on from here."""
     host.log.with_name("cmake.log.fails").touch()
@@ -88,7 +87,7 @@ def test_an_interrupted_build_leaves_the_tree_alone(host):
     assert git(host.tree, "status", "--porcelain", "--ignored") == ""
 
 
-@needs_mirror
+@needs_git
 def test_a_node_of_a3_gets_what_it_can_load(host):
     configured = sum("-DSOC_VERSION=" in call for call in host.calls)
     made = host.root / "frameworks/.build-vllm_ascend"
@@ -133,7 +132,7 @@ print(*(f.check for check in checks for f in check(facts, lock) if f.severity ==
     assert not (host.python.parents[2] / ".gitconfig").exists()
 
 
-@needs_mirror
+@needs_git
 def test_a_rollout_server_of_it_generates(host, tiny, tmp_path):
     """With nothing set but what CANN's and this machine's device need: greedy tokens equal Hugging Face's."""
     import torch
@@ -167,7 +166,7 @@ def test_a_rollout_server_of_it_generates(host, tiny, tmp_path):
     assert engine != server and calls["npu_fused_infer_attention_score"] >= 2 * 8  # layers x steps
 
 
-@needs_mirror
+@needs_git
 def test_without_the_driver_an_image_can_be_built(host):
     """torch_npu then cannot be loaded, and torch tries whenever it is imported."""
     (site,) = host.python.parents[1].glob("lib/python3*/site-packages")
@@ -189,7 +188,7 @@ def test_without_the_driver_an_image_can_be_built(host):
     assert f"vLLM finds, but cannot load without NPUs ({missing}), the platform" in result.stdout
 
 
-@needs_mirror
+@needs_git
 def test_what_is_built_is_not_built_again_but_for_another_chip(host):
     before = len(host.calls)
     assert host.build(SOC_VERSION=A3).returncode == 0
@@ -200,7 +199,7 @@ def test_what_is_built_is_not_built_again_but_for_another_chip(host):
     assert library.read_text() == "compiled\n"  # from the beginning
 
 
-@needs_mirror
+@needs_git
 def test_on_an_a2_the_wheel_serves(host):
     before = len(host.calls)
     result = host.build(**npus("a2_busy"))
@@ -210,7 +209,7 @@ def test_on_an_a2_the_wheel_serves(host):
     assert library.stat().st_size > 1000
 
 
-@needs_mirror
+@needs_git
 def test_lost_metadata_comes_back_and_a_second_platform_is_an_error(host):
     (site,) = host.python.parents[1].glob("lib/python3*/site-packages")
     (info,) = site.glob("vllm_ascend-*.dist-info")
@@ -269,7 +268,7 @@ def make_vllm_upstream(directory) -> str:
     return git(directory, "rev-parse", "HEAD")
 
 
-@needs_mirror
+@needs_git
 def test_vllm_from_git_is_known_by_its_version_and_its_entry_points(host, tmp_path):
     """For NPUs and for CPUs, each in its own environment; after the tests above."""
     upstream = tmp_path / "upstream"

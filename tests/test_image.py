@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ascend_host import MIRROR, make_host
+from ascend_host import make_host, needs_git
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -155,7 +155,7 @@ def copy_step(arguments: str, context: Path, image: Path) -> None:
             shutil.copy(context / source, image / target)
 
 
-@pytest.mark.skipif(not MIRROR.exists(), reason="no git repository of vllm-ascend at hand")
+@needs_git
 def test_the_steps_after_the_packages_run_with_what_is_copied_before_them(tmp_path):
     """Downloads and builds for the NPU in a directory that holds what the image would hold at that step.
 
