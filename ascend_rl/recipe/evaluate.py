@@ -38,7 +38,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_rl.recipe.data import BOXED, DATASETS, HASHES, Problem, asked, fetch, from_verl, read_rows
-from ascend_rl.recipe.math_reward import _number, _plain, compute_score, extract_answer
+from ascend_rl.recipe.math_reward import compute_score, extract_answer
+from ascend_rl.recipe.math_text import number, plain
 from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, ending
 
@@ -125,8 +126,11 @@ def candidate(text: str) -> str:
     >>> candidate("1,000") == candidate("1000.0")
     True
     """
-    number = _number(text)
-    return _plain(text) if number is None else str(number.normalize())
+    value = number(text)
+    if value is None:
+        return plain(text)
+    digits = f"{value:f}"
+    return (digits.rstrip("0").rstrip(".") if "." in digits else digits) if value else "0"
 
 
 def interval(means: list[float], n: int) -> tuple[float, float]:
