@@ -827,7 +827,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("unit", HOSTILE)
 def test_a_megabyte_of_model_output_in_a_line_is_read_in_linear_time(unit, tmp_path):
-    """The reward manager prints responses, which may be anything; what they hold does not stop the launcher."""
+    """The reward manager prints responses, which may be anything; none stops the launcher."""
     for before, after in (("", ""), ("\r", ""), ("\r", "\r"), ("x ", "| x/y")):
         output = supervise.Output(tmp_path / "log", None, "")
         began = time.process_time()

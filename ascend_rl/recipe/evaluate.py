@@ -93,7 +93,7 @@ def load(data: str, source: str) -> tuple[str, list[Problem]]:
         try:
             problem = convert(row)
         except (KeyError, TypeError, AttributeError) as error:
-            raise CannotWork(f"{path}: row {number} has the columns {sorted(row)}: {error!r}") from error
+            raise CannotWork(f"{path}: row {place} has the columns {sorted(row)}: {error!r}") from error
         if problem.prompt and problem.prompt[-1]["content"].strip() and problem.answer:
             problems.setdefault(key_of(problem), problem)  # AIME 2024 is published with each problem 32 times
     if not problems:
