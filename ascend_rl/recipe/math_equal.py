@@ -392,6 +392,8 @@ def _bracketed(tokens: list[Token]) -> Any:
         if right not in ("\\}", "\\rbrace"):
             raise NotMath
         sides, bars = split(inside, lambda token: token.value in ("|", "\\mid", ":"))
+        if spelled(sides[0][1:]).replace(" ", "") in ("\\in\\mathbb{R}", "\\in\\mathbbR", "\\in\\R"):
+            sides[0] = sides[0][:1]
         if len(bars) == 1 and (label := name(sides[0])):
             return Named(label[0], _value(sides[1]), label[1])
         if bars:
@@ -452,7 +454,7 @@ NEGATIVE_CJK = set("\u4e0d\u975e\u65e0\u6216\u4f59\u534a\u500d\u6210\u591a\u81f3
 def quantity(tokens: list[Token]) -> Number:
     r"""A number or expression with an optional unit: 5\text{ cm}^2, 18 eggs, \$3, 25\%, 60^\circ."""
     rest, words, guessed, percent = list(tokens), [], False, False
-    if rest[0].value in MONEY:
+    if rest[0].value.casefold() in MONEY:
         words, rest = [rest[0].value.strip("\\")], rest[1:]
     elif rest[0].value == "-" and len(rest) > 1 and rest[1].value in MONEY:
         words, rest = [rest[1].value.strip("\\")], [rest[0], *rest[2:]]
@@ -473,6 +475,8 @@ def quantity(tokens: list[Token]) -> Number:
             percent, rest = True, body[:-1]
         elif last.value in MONEY and not power:
             words.insert(0, last.value.strip("\\"))
+            rest = body[:-1]
+        elif last.value == "." and words:  # sq. units
             rest = body[:-1]
         elif _compound(body):
             words.insert(0, _compound(body) + (f"^{power}" if power else ""))
@@ -541,7 +545,7 @@ def unit(words: list[str]) -> str:
     if not last:
         return ""
     base, _, exponent = last[-1].partition("^")
-    known = UNIT_OF.get(base) or UNIT_OF.get(base.casefold())
+    known = base if "/" in base else UNIT_OF.get(base) or UNIT_OF.get(base.casefold())
     if not known or (len(last) > 1 and not (len(last) == 2 and last[0] == "deg")):
         return known if known in ("celsius", "fahrenheit") else ""
     return f"{known}^{exponent}" if exponent else known + power

@@ -31,7 +31,7 @@ SYMBOLS = {
     "\u221e": r"\infty ", "\u221a": r"\sqrt ", "\u00b0": r"^\circ ", "\u00b1": r"\pm ", "\u2213": r"\mp ",
     "\u2260": r"\ne ", "\u2248": r"\approx ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ",
     "\u2223": "|", "\u2236": ":", "\u27e8": r"\langle ", "\u27e9": r"\rangle ", "\u211d": r"\mathbb{R}",
-    "\u2124": r"\mathbb{Z}", "\u2192": r"\to ",
+    "\u2124": r"\mathbb{Z}", "\u2192": r"\to ", "\u221b": r"\sqrt[3]",
     "\u20ac": r"\euro ", "\u00a3": r"\pound ", "\u00a5": r"\yuan ", "\u00a2": r"\cent ",
     "\u2103": r"\text{ celsius}", "\u2109": r"\text{ fahrenheit}", "\u2220": r"\angle ", "\u2234": "",
 }  # fmt: skip
