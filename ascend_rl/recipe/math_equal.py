@@ -476,7 +476,7 @@ def quantity(tokens: list[Token]) -> Number:
         elif last.value in MONEY and not power:
             words.insert(0, last.value.strip("\\"))
             rest = body[:-1]
-        elif last.value == "." and words:  # sq. units
+        elif last.value == "." and words and body[-2:-1] and body[-2].value in ("sq", "cu"):
             rest = body[:-1]
         elif _compound(body):
             words.insert(0, _compound(body) + (f"^{power}" if power else ""))

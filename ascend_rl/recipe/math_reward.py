@@ -51,7 +51,8 @@ _LINKING = re.compile(  # what may stand between "answer" and a colon or verb, i
     r"(?P<verb>[:=\uff1a]|\b(?:is|are|was|will be|would be|should be|must be|equals)\b)"
 )
 _CHINESE_LINKING = re.compile(
-    r"[*_` ]{0,6}(?P<verb>(?:\u5e94\u8be5?|\u5c31|\u5373|\u4fbf)?(?:[\u662f\u4e3a]|\u7b49\u4e8e)|[:=\uff1a])"
+    r"[*_` ]{0,6}(?P<verb>(?:\u5e94\u8be5?|\u5c31|\u5373|\u4fbf)?(?:[\u662f\u4e3a]|\u7b49\u4e8e)"
+    r"|[:=\uff1a\uff1d])"
 )
 _FILLER = re.compile(
     r"(?i)(?:[\s*_#>`:=\uff1a]"
@@ -62,11 +63,14 @@ _MATHEMATICS = re.compile(
     r"(?:[\d$\\(\[{\u221a\u221e\u03c0\u2205\u00bc-\u00be\u2150-\u215e\uff10-\uff19\u20ac\u00a3\u00a5]|\.\d)"
     r"|[B-HJ-Zb-z](?![A-Za-z'\u2019])|[AaI](?![A-Za-z'\u2019])(?!\s[A-Za-z])|not\b|pi\b|sqrt\b"
 )
+_ARTICLE = re.compile(r"(?i)\b(?:the|an|our|final) $")
+_DIRECT = re.compile(r"([ *_]{1,6}(?:of )?)[-+]?[\d$\\]")
 _STEP = re.compile(r"\d{1,3}[.):](?!\d)\s*(?=\S)")  # "2. Add both sides" is a heading
 _REASON = re.compile(  # where an explanation begins that is not part of the answer
     r"(?i)[.;!?](?=\s{1,3}[^\d\s$\\])|\s(?:because|since|as|which|where|so|after|per the|by the)\s"
     r"|,\s{1,3}(?:because|since|as|which|where|so|and so|obtained|i\.e|not)\b"
-    r"|\s[\u2713\u2714\u2705\u25a1\u25a0]"
+    r"|\s[\u2713\u2714\u2705\u25a1\u25a0]|\uff08[\u4e00-\u9fff]{1,20}\uff09[\u3002\s]{0,3}$"
+    r"|[\uff0c,](?:\u56e0\u4e3a|\u6240\u4ee5|\u7531\u4e8e|\u5176\u4e2d|\u8c22)"
     r"|\s\((?:as|i\.e|(?!(?:mod|sin|cos|tan|log|not|and)\b)[a-z]{3,20})\b[^()]{0,100}\)[.\s*]{0,5}$"
 )
 
@@ -133,7 +137,7 @@ def _line(text: str, start: int) -> str:
     for opening, closing in (("$$", "$$"), (r"\[", r"\]")):
         if rest.startswith(opening) and (end := rest.find(closing, 2)) > 0:
             return rest[: end + 2]
-    return rest.partition("\n")[0]
+    return rest.partition("\n")[0].partition("</answer>")[0]
 
 
 def _answer_of(line: str) -> str:
@@ -142,47 +146,46 @@ def _answer_of(line: str) -> str:
     >>> _answer_of("34 (since 30 + 4 = 34)"), _answer_of("$x^2$, which is even."), _answer_of("13. It is odd")
     ('34', '$x^2$', '13')
     """
-    line = line.strip(_MARKUP)
+    line = line.strip(_MARKUP).lstrip("})] ")
+    if line.count("}") > line.count("{"):
+        line = line[: line.rindex("}")]  # of \\text{Answer: 5}
     if line.startswith("$") and (end := line.find("$", 1)) > 1:
         after = line[end + 1 :].lstrip(" *_")
         if "$" not in after and after[:1] in (",", ";", "(", ".", "\u2014", "-", ":"):
             return line if after.strip(" .*_") == "" else line[: end + 1]
     if match := _REASON.search(line):
         line = line[: match.start()]
-    return line.strip(_MARKUP)
+    return line.strip(_MARKUP).rstrip("\\ ")
 
 
 def _announced(text: str) -> Iterator[tuple[int, bool, str]]:
     """(place, whether it is certain, answer) of what announces answers, besides boxes."""
-    for word in ("nswer", "NSWER", "\u7b54\u6848", "\u6545\u9009", "\n\u7b54\uff1a", "\n\u7b54:"):
+    for word in ("\u6545\u9009", "\n\u7b54\uff1a", "\n\u7b54:"):
         for place in _places(text, word):
-            chinese = word[-1] not in "rR"
-            begin = place if chinese else place - 1
-            if not chinese and (begin < 0 or text[begin] not in "aA" or text[begin - 1 : begin].isalpha()):
-                continue
+            yield place, True, _answer_of(_line(text, place + len(word)))
+    for word, linking in (("nswer", _LINKING), ("NSWER", _LINKING), ("\u7b54\u6848", _CHINESE_LINKING)):
+        for place in _places(text, word):
+            english, begin, after = word.isascii(), place, place + len(word)
+            if english:
+                begin -= 1
+                if text[place - 1 : place] not in ("a", "A") or text[begin - 1 : begin].isalpha():
+                    continue
+                after += text[after : after + 1] in ("s", "S")
+                if text[after : after + 1].isalpha():
+                    continue
             before = text[max(0, begin - LONGEST_LABEL) : begin].rpartition("\n")[2]
-            labelled = _LABEL.fullmatch(before) is not None
-            after = place + len(word)
-            if not chinese and text[after : after + 1] in "sS" and text[after : after + 1]:
-                after += 1
-            if text[after : after + 1].isalpha() and not chinese:
-                continue
             rest = text[after : after + 2 * LONGEST_LABEL]
-            if word in ("\u6545\u9009", "\n\u7b54\uff1a", "\n\u7b54:"):
-                yield place, True, _answer_of(_line(text, after))
-            elif match := (_CHINESE_LINKING if chinese else _LINKING).match(rest):
+            labelled = _LABEL.fullmatch(before) is not None
+            if match := linking.match(rest):
                 answer = _answer_of(_line(text, after + match.end()))
-                colon = match["verb"] in ":=\uff1a"
-                certain = chinese or (labelled and colon) or _MATHEMATICS.match(answer) is not None
+                colon = match["verb"] in ":=\uff1a\uff1d"
+                certain = not english or (labelled and colon) or _MATHEMATICS.match(answer) is not None
                 if certain or labelled or not colon:
                     yield place, certain, answer
-            elif (
-                labelled
-                and rest[: len(rest) - len(rest.lstrip("*_` "))] + "\n" == rest.partition("\n")[0] + "\n"
-            ):
-                yield place, True, _answer_of(_line(text, after))  # a heading
-            elif labelled and _MATHEMATICS.match(rest.lstrip(_MARKUP)) and rest[:1] in " *_":
+            elif labelled and not rest.partition("\n")[0].strip("*_` "):  # a heading
                 yield place, True, _answer_of(_line(text, after))
+            elif (labelled or _ARTICLE.search(before)) and (match := _DIRECT.match(rest)):
+                yield place, True, _answer_of(_line(text, after + match.end(1)))
 
 
 def _after_hashes(text: str) -> Iterator[tuple[int, bool, str]]:
