@@ -48,7 +48,7 @@ math_reward() {
 }
 
 # DAPO's reward manager, for the penalty on responses close to the length limit: off unless OVERLONG is True. Then the last
-# OVERLONG_LEN tokens cost up to OVERLONG_FACTOR.
+# OVERLONG_LEN tokens cost up to OVERLONG_FACTOR; at most 0.5, since rewards are 0 and 1 (docs/recipes.md).
 overlong_penalty() {
     ARGS+=(
         reward.reward_manager.name=dapo

@@ -18,7 +18,7 @@ use_python
 dies 1 8
 inputs Qwen/Qwen2.5-3B-Instruct gsm8k gsm8k
 
-MAX_PROMPT=2048 MAX_RESPONSE=8192 OVERLONG_LEN=4096 OVERLONG_FACTOR=1.0
+MAX_PROMPT=2048 MAX_RESPONSE=8192 OVERLONG_LEN=4096 OVERLONG_FACTOR=0.5
 TRAIN_BATCH=512 MINI_BATCH=128      # four updates per step, as in the paper
 SP=4 GEN_TP=2
 TOKENS_PER_DIE=$((MAX_PROMPT + MAX_RESPONSE))           # SP dies share SP times as many tokens

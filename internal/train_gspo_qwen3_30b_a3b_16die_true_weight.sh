@@ -23,7 +23,7 @@ use_python
 dies 2 8
 inputs Qwen/Qwen3-30B-A3B dapo_math aime
 
-MAX_PROMPT=2048 MAX_RESPONSE=8192 OVERLONG="${OVERLONG:-True}" OVERLONG_LEN=4096 OVERLONG_FACTOR=1.0
+MAX_PROMPT=2048 MAX_RESPONSE=8192 OVERLONG="${OVERLONG:-True}" OVERLONG_LEN=4096 OVERLONG_FACTOR=0.5
 TRAIN_BATCH=32 MINI_BATCH=4         # eight updates per step
 TP=4 PP=4 EP=$((DIES / 4)) GEN_TP=4 GEN_DP=$((DIES / 4))
 whole "$DIES" $((TP * PP)) "DIES must be a multiple of TP x PP = $TP x $PP"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -158,6 +159,51 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         data.prepare("deepscaler", tmp_path, [save(tmp_path / "d.json", DEEPSCALER[:1])])
     assert (tmp_path / "train.parquet").read_bytes() == before
+
+
+GSM8K = [{"question": "1+1?", "answer": "It is\n#### 2"}, {"question": "2+2?", "answer": "#### 1,000"}]
+MATH500 = [{"problem": "1+1?", "answer": "2", "solution": "..."}, {"problem": "2+2?", "answer": 4}]
+TWO = [{"problem": f"{n}?", "answer": str(n), "solution": ""} for n in (1, 2)]
+AIME_TWO = [
+    row | {"Problem": f"Find {row['Answer']}."} for row in (AIME_OTHER[0], AIME_OTHER[0] | {"Answer": 5})
+]
+PLACES = [  # the columns that may be null, as (data set, rows, path to the value)
+    *(("deepscaler", TWO, (key,)) for key in ("problem", "answer")),
+    *(
+        ("dapo_math", DAPO[3:5], path)
+        for path in (("reward_model", "ground_truth"), ("prompt", 0, "content"))
+    ),
+    *(("dapo_math", DAPO[3:5], path) for path in (("reward_model",), ("prompt",))),
+    *(("aime", DAPO[3:5], path) for path in (("reward_model", "ground_truth"), ("prompt",))),
+    *(("aime", AIME_TWO, (key,)) for key in ("Problem", "Answer")),
+    *(("math500", MATH500, (key,)) for key in ("problem", "answer")),
+    *(("gsm8k", GSM8K, (key,)) for key in ("question", "answer")),
+]
+
+
+@pytest.mark.parametrize("null", [None, float("nan"), "", "  "])
+@pytest.mark.parametrize(("name", "rows", "place"), PLACES)
+def test_a_null_is_one_dropped_row(name, rows, place, null):
+    """Wherever it is: the other rows are kept, and no text is made of it."""
+    rows = copy.deepcopy(rows)
+    at = rows[0]
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = None if place[-1] in ("prompt", "reward_model") else null
+    kept, dropped = data.clean(rows, data.DATASETS[name].convert, 20_000)
+    assert len(kept) == 1 and sum(dropped.values()) == 1
+    assert not {"none", "nan"} & set(f"{kept[0].answer} {kept[0].prompt[-1]['content']}".lower().split())
+
+
+def test_numbers_are_answers_too():
+    for answer in (0, 7, 0.5):
+        for name, row in (
+            ("deepscaler", {"problem": "1?", "answer": answer, "solution": ""}),
+            ("gsm8k", {"question": "1?", "answer": answer}),
+            ("math500", {"problem": "1?", "answer": answer}),
+            ("dapo_math", DAPO[0] | {"reward_model": {"ground_truth": answer}}),
+        ):
+            assert data.clean([row], data.DATASETS[name].convert, 20_000)[0][0].answer == str(answer)
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.jsonl", "x.json"])

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from ascend_rl.recipe import evaluate
+from ascend_rl.settings.switch import CannotWork
 
 GSM8K = [
     {"question": f"How many are {i} and {i}?", "answer": f"They are\n#### {2 * i}"} for i in range(600, 608)
@@ -196,6 +197,49 @@ def test_a_refused_request_costs_nothing_that_is_under_way(tmp_path):
     result = run(out, Server(refused="601"), "--data", data, "--concurrency", 4)
     assert result.returncode == 1 and "vLLM refuses a request" in result.stderr
     assert len(lines(out / "words.jsonl")) == 3
+
+
+def test_a_try_that_never_reached_the_server_does_not_bind_the_next(tmp_path):
+    """What binds is a sample; a file without one, such as of a first try elsewhere, does not."""
+    data, out = save(tmp_path / "words.jsonl", GSM8K), tmp_path / "out"
+    gone = Server()
+    gone.shutdown()
+    gone.server_close()
+    result = run(out, gone, "--data", data, "--temperature", 1)
+    assert result.returncode == 1 and "is gone" in result.stderr
+    save(out / "words.jsonl", [{"model": "another", "sampling": {}, "server": [], "data": "words"}])
+    server = Server()
+    result = run(out, server, "--data", data)
+    assert result.returncode == 0, result.stderr
+    assert len(server.requests) == len(lines(out / "words.jsonl")) == 8
+    result = run(out, server, "--data", data, "--temperature", 1)
+    assert result.returncode == 1 and "is of another sampling" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"problem": "What is 3?", "answer": None},
+        {"question": "What is 3?", "answer": None},
+        {"question": None, "answer": "#### 3"},
+        {"problem": "What is 3?", "answer": float("nan")},
+        {"problem": None, "answer": "3"},
+        {"prompt": [{"role": "user", "content": "What is 3?"}], "reward_model": {"ground_truth": None}},
+        {"prompt": [{"role": "user", "content": "What is 3?"}], "reward_model": None},
+        {"prompt": None, "reward_model": {"ground_truth": "3"}},
+    ],
+)
+def test_a_null_is_no_problem_and_no_answer(tmp_path, row):
+    (name, problems) = evaluate.load(str(save(tmp_path / "x.jsonl", [row, *PLAIN])), "hf")
+    assert [problem.answer for problem in problems] == [row["answer"] for row in PLAIN]
+    with pytest.raises(CannotWork, match="no row with a problem and an answer"):
+        evaluate.load(str(save(tmp_path / "y.jsonl", [row])), "hf")
+
+
+def test_numbers_may_be_answers(tmp_path):
+    rows = [{"problem": f"{n}?", "answer": n} for n in (0, 4, 0.5)]
+    _, problems = evaluate.load(str(save(tmp_path / "x.jsonl", rows)), "hf")
+    assert [problem.answer for problem in problems] == ["0", "4", "0.5"]
 
 
 def test_a_seed_gives_each_sample_its_own(tmp_path):

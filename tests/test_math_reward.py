@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
+import runpy
 import signal
+import string
 import subprocess
 import sys
 import threading
@@ -15,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from ascend_rl.launch.supervise import processes
+from ascend_rl.recipe import math_reward
 from ascend_rl.recipe.math_reward import Checker, compute_score, extract_answer, is_equal, last_box
 
 
@@ -227,3 +231,154 @@ def test_pi_may_be_written_as_a_word(answer):
 def test_an_answer_may_be_announced_in_chinese(text):
     assert compute_score("x", text, "42")["score"] == 1
     assert extract_answer("\u8fd9\u4e2a\u7b54\u6848\u5f88\u96be 42") is None
+
+
+@pytest.fixture(scope="module")
+def responses(root) -> list[dict]:
+    return [json.loads(line) for line in (root / "tests/samples/math_responses.jsonl").open()]
+
+
+def test_responses_score_as_their_final_answer(responses):
+    assert len(responses) > 150
+    wrong = [row for row in responses if score(row["response"], row["truth"]) != row["right"]]
+    assert not wrong
+
+
+def test_a_right_answer_in_the_form_that_dapo_math_asks_for_is_not_refused(root, responses):
+    """verl's math_dapo, on the last 300 characters: what it pays rightly is paid here."""
+    dapo = runpy.run_path(root / "frameworks/verl/verl/utils/reward_score/math_dapo.py")["compute_score"]
+    for row in responses:
+        if row["right"] and dapo(row["response"], row["truth"])["acc"]:
+            assert score(row["response"], row["truth"]), row
+
+
+@pytest.mark.parametrize("heading", ["#", "##", "###", "####", "#####", "######"])
+@pytest.mark.parametrize("before", ["", "**", "*", "__", "- ", "1. ", "> "])
+def test_headings_of_any_level_are_no_answers(heading, before):
+    steps = f"{heading} {before}Step 1: add 3 and 4\n3 + 4 = 7\n\n{heading} Step 2\n5\n\n"
+    for line in (
+        f"{before}Answer: 34",
+        f"{heading} {before}Answer: 34",
+        f"{heading} Answer\n\n34",
+        "Answer: **34**",
+    ):
+        for after in ("", "\n", f"\n\n{heading} Check\n30 + 4 = 34", "\nAnswers may vary."):
+            assert score(steps + line + after, "34") == 1, line + after
+            assert score(steps + line + after, "7") == score(steps + line + after, "5") == 0
+
+
+HOSTILE = [
+    *string.printable, "\n \n", "*\n", "**", "* ", "\n\n#", "####", "#### ", "####1\n", "Answer",
+    "answer ", "Answer:", "Answer: a ", "the answer is ", "Answer\n", "Answer (", "Answer to ",
+    "ANSWER: 1 ", "\\boxed", "\\boxed{", "\\boxed{}", "\\boxed{\\boxed{", "\\boxed 1", "\\fbox ",
+    "</think>", "<think>", "<answer>", "<answer></answer>", "<|end|>", "</s>", "</s>\n", "$$", "\\[",
+    "\\(", "{}", "\\{", "1,", "1 ", "1.", "(1", "\\text{", "0.\\overline{", "\\frac{", "^{", " \u00a0",
+    "\u3000", "\u00bd", "\u00b2", "\uff11", "\uff0c", "\u7b54\u6848", "\u7b54\u6848\u662f ",
+    "\u6545\u9009", "\n\u7b54\uff1a", "so the ", "1 because ", ", so ", "\U0001d7cf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "around", [("", ""), ("Answer: a", "b"), ("\\boxed{", "}"), ("x", "\nAnswer: 7"), ("#### ", "x")]
+)
+def test_a_megabyte_of_anything_costs_this_process_a_tenth_of_a_second(around):
+    """Of its CPU time, which is also the time that the other threads of the worker stand still."""
+    before, after = around
+    for unit in HOSTILE:
+        text = before + unit * (1_000_000 // len(unit)) + after
+        began = time.thread_time()
+        compute_score("any", text, ["1,2", "x^2"])
+        assert time.thread_time() - began < 0.1, unit
+
+
+def test_responses_of_random_pieces_cost_as_little():
+    rng = random.Random(2)
+    for _ in range(40):
+        pieces = rng.choices(HOSTILE, k=rng.randint(2, 4))
+        text = "".join(rng.choices(pieces, k=200_000))
+        began = time.thread_time()
+        extract_answer(text)
+        assert time.thread_time() - began < 0.1, pieces
+
+
+def test_one_deadline_for_all_truths(monkeypatch):
+    """A hundred truths that sympy cannot decide cost as much as one, and nothing is left behind."""
+    monkeypatch.setattr(math_reward, "_checker", checker := Checker(deadline_s=2))
+    assert score(r"\boxed{x+x}", "2x") == 1  # started
+    began = time.monotonic()
+    assert score("\\boxed{9^{9^{9^9}}}", [f"{n}^{{{n}^{{{n}^9}}}}" for n in range(10, 110)]) == 0
+    assert time.monotonic() - began < 10
+    assert score(r"\boxed{x+x}", ["3x", "2x"]) == 1
+    checker.close()
+
+
+def test_truths_of_any_type():
+    numpy = pytest.importorskip("numpy")
+    right = [
+        5,
+        5.0,
+        numpy.int64(5),
+        numpy.float32(5),
+        numpy.array(5),
+        numpy.array([4, 5]),
+        numpy.array(["5"], dtype=object),
+    ]
+    right += [
+        ["4", "5"],
+        ("5",),
+        {"5"},
+        [["5"]],
+        [None, "5"],
+        '["5"]',
+        "['5']",
+        b"5",
+        "\\boxed{5}",
+        "2 + 3 = 5\n#### 5",
+        " 5 ",
+    ]
+    right += ['["4", "5"]', numpy.array([["5"]])]
+    for truth in right:
+        assert score(r"\boxed{5}", truth) == 1, truth
+        assert score(r"\boxed{6}", truth) == 0, truth
+    for truth in (
+        None,
+        "",
+        [],
+        [None],
+        float("nan"),
+        numpy.nan,
+        numpy.array([]),
+        {},
+        object(),
+        True,
+        "[",
+        '["',
+        "[1, 2]",
+    ):
+        assert (
+            score(r"\boxed{5}", truth) == score(r"\boxed{None}", truth) == score(r"\boxed{nan}", truth) == 0
+        ), truth
+    assert score(r"\boxed{True}", True) == 1 and score(r"\boxed{[1, 2]}", "[1, 2]") == 1
+    for response in (None, 5, b"x", ""):
+        assert compute_score("x", response, "5") == {"score": 0.0, "acc": 0.0, "answered": 0.0}
+
+
+def test_the_published_pairs_of_the_recipes_data_sets(root):
+    """A truth in a box earns 1, whatever data set it is of."""
+    for truth in (
+        "34",
+        r"\frac{3}{4}",
+        "(1, 2)",
+        r"[0, \infty)",
+        r"\text{(C)}",
+        "x^2 + 1",
+        "12:30",
+        r"10\sqrt{3}\text{ cm}",
+    ):
+        for response in (
+            rf"\boxed{{{truth}}}",
+            f"Answer: {truth}",
+            f"**Answer:** ${truth}$",
+            f"#### {truth}",
+        ):
+            assert score(response, truth) == 1, response

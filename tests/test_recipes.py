@@ -213,6 +213,21 @@ def test_a_sequence_weighs_the_same_however_batches_are_split(configs, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_right_answer_at_the_length_limit_earns_more_than_any_wrong_one(configs, name):
+    """Whatever its length: the penalty reaches penalty_factor, half of the range of rewards."""
+    from ascend_rl.recipe.math_reward import compute_score
+
+    right, wrong = (compute_score("", f"Answer: {answer}", "1")["score"] for answer in (1, 2))
+    config = configs[name, False]
+    kwargs = config.reward.get("reward_kwargs") or {}
+    penalty = kwargs.get("overlong_buffer_cfg")
+    assert (penalty is None) == (config.reward.reward_manager.name != "dapo")
+    if penalty is not None:
+        assert right - penalty.penalty_factor >= (right + wrong) / 2
+        assert kwargs.max_resp_len == config.data.max_response_length > penalty.len
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_linter_has_nothing_against_it(name, monkeypatch):
     """Wherever this checkout is: one below /tmp is on no storage that nodes share."""
     for variable in ("MODEL_PATH", "DIST_CKPT_PATH", "OUTPUT_DIR"):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from ascend_rl.launch import supervise
 from ascend_rl.loss.dapo import DynamicSampling
 from ascend_rl.settings.logs import LogFile
 
@@ -806,3 +807,40 @@ time.sleep(3)
     runner.finish(process)
     assert f"sem.{ready.read_text()[1:]}" not in os.listdir("/dev/shm")
     assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("sem.mp-")}
+
+
+HOSTILE = [
+    "Training Progress:",
+    "Training Progress: |",
+    "\rrollout 1:",
+    "\r",
+    "\r ",
+    "rollout 1:",
+    "(",
+    "()",
+    "Error",
+    "[00:00:00",
+    "a.",
+    "\n",
+]
+
+
+@pytest.mark.parametrize("unit", HOSTILE)
+def test_a_megabyte_of_model_output_in_a_line_is_read_in_linear_time(unit, tmp_path):
+    """The reward manager prints responses, which may be anything; none stops the launcher."""
+    for before, after in (("", ""), ("\r", ""), ("\r", "\r"), ("x ", "| x/y")):
+        output = supervise.Output(tmp_path / "log", None, "")
+        began = time.process_time()
+        output.take((before + unit * (1_000_000 // len(unit)) + after + "\n").encode())
+        assert time.process_time() - began < 1
+        output.close()
+
+
+def test_overwritten_states_are_left_out_and_the_last_step_is_read(tmp_path):
+    output = supervise.Output(tmp_path / "log", None, "")
+    bar = "Training Progress:  10%|#         | {}/30 [00:10<01:30,  3.3s/it]"
+    states = [f"\rrollout 1: {n} tokens/s: 1%|x| 1/2" for n in range(5)]
+    output.take(("".join([bar.format(3), *states, "\r   ", "\r" + bar.format(4)]) + "\n").encode())
+    output.close()
+    assert (output.step, output.total) == (4, 30)
+    assert (tmp_path / "log").read_bytes().decode() == bar.format(3) + "\r" + bar.format(4) + "\n"

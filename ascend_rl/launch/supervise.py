@@ -53,14 +53,15 @@ VLLM_ESSENTIAL = ("ray::vLLMHttpSe", "VLLM::EngineCor", "VLLM::Worker")  # unles
 DEATH_GRACE_S = 60.0  # processes die one by one; on a loaded machine the driver takes 15 s to end
 TERM_GRACE_S = 5.0
 KILL_GRACE_S = 30.0  # a process in the kernel's hands (a driver, a disk) dies only when these let go
-STEPS_SEEN = re.compile(r"Training Progress:.*?\| (\d+)/(\d+)")
+# These patterns read whatever a model wrote, too: the time they take is linear.
+STEPS_SEEN = re.compile(r"Training Progress:.{0,300}?\| (\d{1,9})/(\d{1,9})")
 # Progress within a step: a generation batch of dynamic sampling (ascend_rl/loss/dapo.py).
 BATCHES_SEEN = re.compile(r"generation batch \d+: \d+ of \d+ groups found")
 # States of the rollout's progress bar, and those in a line that were overwritten: the log keeps the last.
 ROLLOUT_SEEN = re.compile(
     rb"((?:rollout|validation) \d+: \d+ tokens/s[^\r\n:]*):[^\r\n|]*\|[^\r\n|]*\| ([^ \r\n]+/[^ \r\n]+)"
 )
-OVERWRITTEN = re.compile(rb"\r[^\r\n]*(?:rollout|validation) \d+:[^\r\n]*(?=\r)|\r +(?=\r)")
+OVERWRITTEN = re.compile(rb"\r(?=[^\r\n]*+\r)[^\r\n]*(?:rollout|validation) \d{1,9}:[^\r\n]*|\r +(?=\r)")
 LINE_BYTES = 1 << 20  # a longer line is taken in pieces
 # What scripts, launchers and, after Ray's mark, our own code in actors say goes on to the terminal.
 OURS = re.compile(r"(?:\([^)]*\) )?(\[\d\d:\d\d:\d\d\] .*)")

@@ -13,7 +13,8 @@ log-probability.
 Invariants (tests/test_gspo.py, against float64): |y_i| counts unmasked tokens only; masked values, even nan,
 do not matter; a token that both policies rule out (-inf) has ratio 1 and no gradient; a response without
 tokens contributes nothing and stays in the mean's denominator, so the loss does not depend on how a batch is
-split; on-policy s_i is exactly 1; both variants agree where advantages are constant.
+split; a micro-batch without tokens has loss 0; on-policy s_i is exactly 1; both variants agree where
+advantages are constant.
 Cost: O(B T), one pass.
 """
 
@@ -97,6 +98,18 @@ def policy_losses(
         stats = {SEQ_RATIO: ratio[:, 0], CLIP_HIGH: cut_high, CLIP_LOW: cut_low}
         stats = {name: value.masked_fill(empty, torch.nan) for name, value in stats.items()}
     return losses, stats
+
+
+def sizes(response_mask: torch.Tensor) -> dict[str, Any]:
+    """What ``agg_loss`` divides by where the actor does not know the whole mini-batch; never 0.
+
+    >>> {name: int(size) for name, size in sizes(torch.zeros(2, 3)).items()}
+    {'batch_num_tokens': 1, 'global_batch_size': 2}
+    """
+    return {
+        "batch_num_tokens": response_mask.sum().clamp(min=1),
+        "global_batch_size": max(len(response_mask), 1),
+    }
 
 
 def sequence_metrics(stats: dict[str, torch.Tensor]) -> dict[str, list[float]]:

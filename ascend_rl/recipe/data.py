@@ -44,21 +44,30 @@ class Problem:
     answer: str
 
 
+def text_of(value) -> str:
+    """The text of a column's value; empty where the column is null.
+
+    >>> text_of(0), text_of(None), text_of(float("nan"))
+    ('0', '', '')
+    """
+    return "" if value is None or value != value else str(value)
+
+
 def from_deepscaler(row: dict) -> Problem:
     """DeepScaleR-Preview: problem, answer, solution."""
-    return asked(row["problem"], row["answer"] or last_box(row.get("solution") or ""), BOXED)
+    answer = text_of(row["answer"]).strip() or last_box(text_of(row.get("solution")))
+    return asked(row["problem"], answer, BOXED)
 
 
 def from_verl(row: dict) -> Problem:
     """DAPO-Math-17k and its AIME-2024 have verl's format; their prompts ask for a last line "Answer: ..."."""
-    prompt = [{"role": str(m["role"]), "content": str(m["content"])} for m in row["prompt"]]
-    truth = row["reward_model"]["ground_truth"]
-    return Problem(prompt, str("" if truth is None else truth).strip())
+    prompt = [{"role": text_of(m["role"]), "content": text_of(m["content"])} for m in row["prompt"] or []]
+    return Problem(prompt, text_of((row["reward_model"] or {"ground_truth": None})["ground_truth"]).strip())
 
 
 def from_gsm8k(row: dict) -> Problem:
     """GSM8K: question, answer; the part that counts follows ####."""
-    return asked(row["question"], row["answer"].rpartition("####")[2].replace(",", ""), HASHES)
+    return asked(row["question"], text_of(row["answer"]).rpartition("####")[2].replace(",", ""), HASHES)
 
 
 def from_aime(row: dict) -> Problem:
@@ -71,9 +80,9 @@ def from_aime(row: dict) -> Problem:
 
 def asked(problem, answer, instruction: str) -> Problem:
     """A problem with the instruction below it; empty if there is no problem."""
-    problem = str(problem or "").strip()
+    problem = text_of(problem).strip()
     content = f"{problem}\n\n{instruction}" if problem else ""
-    return Problem([{"role": "user", "content": content}], "" if answer is None else str(answer).strip())
+    return Problem([{"role": "user", "content": content}], text_of(answer).strip())
 
 
 @dataclass(frozen=True)
@@ -162,7 +171,7 @@ def clean(
     for number, row in enumerate(rows):
         try:
             problem = convert(row)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise CannotWork(
                 f"row {number} has the columns {sorted(row)}; this data set has others ({error!r})"
             ) from None

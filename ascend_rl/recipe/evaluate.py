@@ -37,8 +37,19 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from ascend_rl.recipe.data import BOXED, DATASETS, HASHES, Problem, asked, fetch, from_verl, read_rows
-from ascend_rl.recipe.math_reward import _number, _plain, compute_score, extract_answer
+from ascend_rl.recipe.data import (
+    BOXED,
+    DATASETS,
+    HASHES,
+    Problem,
+    asked,
+    fetch,
+    from_verl,
+    read_rows,
+    text_of,
+)
+from ascend_rl.recipe.math_reward import compute_score, extract_answer
+from ascend_rl.recipe.math_text import number, plain
 from ascend_rl.settings.numbers import real, whole
 from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, ending
@@ -58,7 +69,7 @@ def from_any(row: dict) -> Problem:
         return from_verl(row)
     row = {key.lower(): value for key, value in row.items()}
     question = row["problem"] if "problem" in row else row["question"]
-    answer = str(row["answer"])
+    answer = text_of(row["answer"])
     if "####" in answer:
         return asked(question, answer.rpartition("####")[2].replace(",", ""), HASHES)
     return asked(question, answer, BOXED)
@@ -79,12 +90,12 @@ def load(data: str, source: str) -> tuple[str, list[Problem]]:
         if not path.is_file():
             raise CannotWork(f"--data {data} is neither a file nor one of {known}")
     problems: dict[str, Problem] = {}
-    for number, row in enumerate(read_rows(path)):
+    for place, row in enumerate(read_rows(path)):
         try:
             problem = convert(row)
         except (KeyError, TypeError, AttributeError) as error:
-            raise CannotWork(f"{path}: row {number} has the columns {sorted(row)}: {error!r}") from error
-        if problem.prompt and problem.prompt[-1]["content"] and problem.answer:
+            raise CannotWork(f"{path}: row {place} has the columns {sorted(row)}: {error!r}") from error
+        if problem.prompt and problem.prompt[-1]["content"].strip() and problem.answer:
             problems.setdefault(key_of(problem), problem)  # AIME 2024 is published with each problem 32 times
     if not problems:
         raise CannotWork(f"{path} has no row with a problem and an answer")
@@ -126,8 +137,11 @@ def candidate(text: str) -> str:
     >>> candidate("1,000") == candidate("1000.0")
     True
     """
-    number = _number(text)
-    return _plain(text) if number is None else str(number.normalize())
+    value = number(text)
+    if value is None:
+        return plain(text)
+    digits = f"{value:f}"
+    return (digits.rstrip("0").rstrip(".") if "." in digits else digits) if value else "0"
 
 
 def interval(means: list[float], n: int) -> tuple[float, float]:
@@ -190,13 +204,18 @@ def show(name: str, value) -> str:
 
 
 class Finished:
-    """OUT/NAME.jsonl: a line for the settings, then one for each sample, on the disk when it counts."""
+    """OUT/NAME.jsonl: a line for the settings, then one for each sample, on the disk when it counts.
+
+    The settings are written with the first sample: a try that never got one binds nothing.
+    """
 
     def __init__(self, path: Path, settings: dict):
-        self.path, self.samples = path, {}
+        self.path, self.settings, self.samples = path, settings, {}
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
         whole = [json.loads(line) for line in lines[:-1]]  # a kill cut off what follows the last newline
+        if len(whole) < 2:
+            whole, lines = [], [b""]
         if whole and whole[0] != settings:
             different = [key for key in settings if whole[0].get(key) != settings[key]]
             raise CannotWork(
@@ -206,8 +225,6 @@ class Finished:
             self.samples[sample["problem"], sample["nth"]] = sample
         self.file = path.open("ab")
         self.file.truncate(sum(len(line) + 1 for line in lines[:-1]))
-        if not whole:
-            self._append(settings)
 
     def _append(self, record: dict) -> None:
         self.file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
@@ -215,6 +232,8 @@ class Finished:
         os.fsync(self.file.fileno())
 
     def add(self, sample: dict) -> None:
+        if not self.samples:
+            self._append(self.settings)
         self._append(sample)
         self.samples[sample["problem"], sample["nth"]] = sample
 

@@ -1,64 +1,212 @@
-"""The reward of the math recipes: 1 if an answer is mathematically equal to the ground truth, else 0.
+r"""The reward of the math recipes: 1 if an answer is mathematically equal to the ground truth, else 0.
 
-Two things often go wrong in such rewards. One that looks for the ground truth anywhere in the response nearly
-always pays when the truth is "1". And a library that compares with sympy can take forever on ``9^{9^{9}}``;
-its timeouts are signals, which Python delivers only to the main thread, while verl calls the reward on
-threads of a Ray actor.
+A response gives exactly one candidate, so that listing numbers earns nothing: after ``</think>``, the last of
+its announced answers: a ``\boxed{}``, an "Answer:" line (as a heading, in bold, in Chinese), "the answer is"
+before mathematics, or ``####`` before a number. Where there is none, the last weaker one counts: other text
+after "the answer is" or ``####``, or a response that is just a number. A box that is not closed, or thinking
+that does not end, does not count.
 
-Here a response gives exactly one candidate: after ``</think>``, the last ``\\boxed{}``, else what follows
-the last ``####``, else the last "Answer:" line or its Chinese phrase, else the whole text if it is just a
-number. A box that is not closed, or thinking that does not end, does not count. Equal text and plain
-numbers are decided at once; math-verify compares the rest in a child process with a deadline and a memory
-limit, which is killed and replaced when it exceeds them.
-
-Cost: microseconds for equal text and numbers, about 5 ms through math-verify; one child for each of verl's
-reward workers, started when first needed. A comparison that hangs delays its worker by ``DEADLINE_S`` and
-scores 0.
+Invariants (tests/test_math_reward.py): verl calls this on threads of a Ray actor, where it must neither hang
+nor hold Python's lock. A response is searched with str.rfind and bounded patterns, so a megabyte takes
+milliseconds. Spelling and plain numbers are compared here (math_text.py), the rest in a child process with a
+memory limit (math_equal.py), which is killed and replaced when a response takes more than ``DEADLINE_S``.
+Cost: 0.1 ms for equal text and numbers, some milliseconds through the child; one child for each reward
+worker, started when first needed. What hangs delays its worker by ``DEADLINE_S`` and scores 0.
 """
 
 from __future__ import annotations
 
+import ast
 import atexit
+import contextlib
 import json
+import os
 import re
 import select
 import subprocess
 import sys
 import threading
-from decimal import Decimal
+from collections.abc import Iterator
+from pathlib import Path
 
+from ascend_rl.recipe.math_text import number, quickly
+
+ROOT = str(Path(sys.modules["ascend_rl"].__file__).parents[1])  # verl loads this file by its path
 DEADLINE_S = 5.0
 START_DEADLINE_S = 120.0
-MEMORY_BYTES = 4 << 30
 LONGEST_ANSWER = 500  # characters; answers are short, and longer text does not count
+LONGEST_LABEL = 100
+TRIED = 50  # occurrences of a word, from the end
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_ANSWER_LINE = re.compile(r"(?im)^[\s*]*(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*[:=]?[\s*]*(.+?)[\s*]*$")
-_CHINESE_ANSWER = re.compile(  # "the answer is" in Chinese, with or without a colon, up to the full stop
-    r"\u7b54\u6848(?:[\u662f\u4e3a]\s*[:=\uff1a]?|\s*[:=\uff1a])[\s*]*([^\n\u3002]+?)[\s*]*(?:[\u3002\n]|$)"
+_MARKUP = " \t*_#>`~"
+_END_TOKEN = re.compile(r"(?:<\|[a-z_]{1,30}\|>|</s>)$")
+_LABEL = re.compile(  # what may stand before "answer" in a line that announces one
+    r"(?i)(?:[\s*_#>`~\-+\u2022(\[{]|\d{1,3}[.)]|\\(?:text(?:bf|it)?|mathbf|noindent)|"
+    r"(?:so|thus|hence|therefore|finally|and|the|my|our|final|correct|short|exact|numerical|simplified)\b,?|"
+    r"\u6700\u7ec8|\u6700\u540e|\u6b63\u786e|\u56e0\u6b64|\u6240\u4ee5|\u6545|[\uff0c,\u7684])*"
 )
-_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])|\u03c0")
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
-_DECORATION = re.compile(r"\\left|\\right|\\displaystyle|\\[!,;:]|[\s$]|\\[()\[\]]")
+_LINKING = re.compile(  # what may stand between "answer" and a colon or verb, in the same sentence
+    r"[^\S\n]?(?:\([^()\n]{0,40}\)|[*_`)\]}]{0,6}|[^\S\n]?(?:to|for|of|in|here|choice|option)\b[^.:=\n?!]{0,60}?)?"
+    r"[*_`)\]} ]{0,6}"
+    r"(?P<verb>[:=\uff1a]|\b(?:is|are|was|will be|would be|should be|must be|equals)\b)"
+)
+_CHINESE_LINKING = re.compile(
+    r"[*_` ]{0,6}(?P<verb>(?:\u5e94\u8be5?|\u5c31|\u5373|\u4fbf)?(?:[\u662f\u4e3a]|\u7b49\u4e8e)"
+    r"|[:=\uff1a\uff1d])"
+)
+_FILLER = re.compile(
+    r"(?i)(?:[\s*_#>`:=\uff1a]"
+    r"|(?:therefore|thus|simply|just|clearly|indeed|then|now|equal to|given by|exactly)\b,?)*"
+)
+_MATHEMATICS = re.compile(
+    r"[-+\u2212\u00b1]?\s?"
+    r"(?:[\d$\\(\[{\u221a\u221e\u03c0\u2205\u00bc-\u00be\u2150-\u215e\uff10-\uff19\u20ac\u00a3\u00a5]|\.\d)"
+    r"|[B-HJ-Zb-z](?![A-Za-z'\u2019])|[AaI](?![A-Za-z'\u2019])(?!\s[A-Za-z])|not\b|pi\b|sqrt\b"
+)
+_ARTICLE = re.compile(r"(?i)\b(?:the|an|our|final) $")
+_DIRECT = re.compile(r"([ *_]{1,6}(?:of )?)[-+]?[\d$\\]")
+_STEP = re.compile(r"\d{1,3}[.):](?!\d)\s*(?=\S)")  # "2. Add both sides" is a heading
+_REASON = re.compile(  # where an explanation begins that is not part of the answer
+    r"(?i)[.;!?](?=\s{1,3}[^\d\s$\\])|\s(?:because|since|as|which|where|so|after|per the|by the)\s"
+    r"|,\s{1,3}(?:because|since|as|which|where|so|and so|obtained|i\.e|not)\b"
+    r"|\s[\u2713\u2714\u2705\u25a1\u25a0]|\uff08[\u4e00-\u9fff]{1,20}\uff09[\u3002\s]{0,3}$"
+    r"|[\uff0c,](?:\u56e0\u4e3a|\u6240\u4ee5|\u7531\u4e8e|\u5176\u4e2d|\u8c22)"
+    r"|\s\((?:as|i\.e|(?!(?:mod|sin|cos|tan|log|not|and)\b)[a-z]{3,20})\b[^()]{0,100}\)[.\s*]{0,5}$"
+)
+
+
+def _places(text: str, word: str) -> Iterator[int]:
+    """Where ``word`` occurs, from the end, at most TRIED times."""
+    place = len(text)
+    for _ in range(TRIED):
+        place = text.rfind(word, 0, place)
+        if place < 0:
+            return
+        yield place
+
+
+def _braced(text: str, start: int) -> str | None:
+    """The text from ``start`` to its closing brace; None if that is not within LONGEST_ANSWER characters."""
+    depth = 1
+    for end in range(start, min(len(text), start + LONGEST_ANSWER + 1)):
+        depth += (text[end] == "{") - (text[end] == "}") if text[end - 1] != "\\" else 0
+        if depth == 0:
+            return text[start:end]
+    return None
+
+
+def _box(text: str) -> tuple[int, str | None] | None:
+    """The place and content of the last box, or of the one around it; None if there is no box."""
+    places = sorted((place for word in (r"\boxed", r"\fbox") for place in _places(text, word)), reverse=True)
+    last = None
+    for place in places:
+        after = text[place : place + LONGEST_LABEL]
+        content = after[6 if after.startswith(r"\boxed") else 5 :]
+        if content[:1].isalpha():
+            continue
+        start = place + len(after) - len(content.lstrip())
+        if text[start : start + 1] == "{":
+            found = _braced(text, start + 1)
+        elif last is None and content.strip():  # TeX takes a box without braces for the next token
+            found = re.split(
+                r"[$\n]|\\\)|\\\]|[.,;!?](?:\s|$)", text[start : start + LONGEST_ANSWER], maxsplit=1
+            )[0]
+        else:
+            found = None
+        if last is None:
+            last, end = (place, found), start + 1 + len(found or "")
+        elif found is not None and start + 1 + len(found) >= end:
+            last, end = (place, found), start + 1 + len(found)
+    return last
 
 
 def last_box(text: str) -> str | None:
     r"""The content of the last ``\boxed{}``; None if there is none or it is not closed.
 
-    >>> last_box(r"first \boxed{1}, then \boxed{\frac{1}{2}}.")
-    '\\frac{1}{2}'
+    >>> last_box(r"first \boxed{1}, then \boxed{\frac{1}{2}}."), last_box(r"\boxed{1} and \boxed{2")
+    ('\\frac{1}{2}', None)
     """
-    start = None
-    for match in _BOX.finditer(text):
-        start = match.end()
-    if start is None:
-        return None
-    depth = 1
-    for end in range(start, len(text)):
-        depth += (text[end] == "{") - (text[end] == "}") if text[end - 1] != "\\" else 0
-        if depth == 0:
-            return text[start:end]
-    return None
+    found = _box(text)
+    return found[1] if found else None
+
+
+def _line(text: str, start: int) -> str:
+    """The answer that follows ``start``: its line, or the next one if that is empty, or a display."""
+    rest = text[start : start + 2 * LONGEST_ANSWER]
+    rest = rest[_FILLER.match(rest).end() :]
+    for opening, closing in (("$$", "$$"), (r"\[", r"\]")):
+        if rest.startswith(opening) and (end := rest.find(closing, 2)) > 0:
+            return rest[: end + 2]
+    return rest.partition("\n")[0].partition("</answer>")[0]
+
+
+def _answer_of(line: str) -> str:
+    r"""The answer at the start of a line, without an explanation after it.
+
+    >>> _answer_of("34 (since 30 + 4 = 34)"), _answer_of("$x^2$, which is even."), _answer_of("13. It is odd")
+    ('34', '$x^2$', '13')
+    """
+    line = line.strip(_MARKUP).lstrip("})] ")
+    if line.count("}") > line.count("{"):
+        line = line[: line.rindex("}")]  # of \\text{Answer: 5}
+    if line.startswith("$") and (end := line.find("$", 1)) > 1:
+        after = line[end + 1 :].lstrip(" *_")
+        if "$" not in after and after[:1] in (",", ";", "(", ".", "\u2014", "-", ":"):
+            return line if after.strip(" .*_") == "" else line[: end + 1]
+    if match := _REASON.search(line):
+        line = line[: match.start()]
+    return line.strip(_MARKUP).rstrip("\\ ")
+
+
+def _announced(text: str) -> Iterator[tuple[int, bool, str]]:
+    """(place, whether it is certain, answer) of what announces answers, besides boxes."""
+    for word in ("\u6545\u9009", "\n\u7b54\uff1a", "\n\u7b54:"):
+        for place in _places(text, word):
+            yield place, True, _answer_of(_line(text, place + len(word)))
+    for word, linking in (("nswer", _LINKING), ("NSWER", _LINKING), ("\u7b54\u6848", _CHINESE_LINKING)):
+        for place in _places(text, word):
+            english, begin, after = word.isascii(), place, place + len(word)
+            if english:
+                begin -= 1
+                if text[place - 1 : place] not in ("a", "A") or text[begin - 1 : begin].isalpha():
+                    continue
+                after += text[after : after + 1] in ("s", "S")
+                if text[after : after + 1].isalpha():
+                    continue
+            before = text[max(0, begin - LONGEST_LABEL) : begin].rpartition("\n")[2]
+            rest = text[after : after + 2 * LONGEST_LABEL]
+            labelled = _LABEL.fullmatch(before) is not None
+            if match := linking.match(rest):
+                answer = _answer_of(_line(text, after + match.end()))
+                colon = match["verb"] in ":=\uff1a\uff1d"
+                certain = not english or (labelled and colon) or _MATHEMATICS.match(answer) is not None
+                if certain or labelled or not colon:
+                    yield place, certain, answer
+            elif labelled and not rest.partition("\n")[0].strip("*_` "):  # a heading
+                yield place, True, _answer_of(_line(text, after))
+            elif (labelled or _ARTICLE.search(before)) and (match := _DIRECT.match(rest)):
+                yield place, True, _answer_of(_line(text, after + match.end(1)))
+
+
+def _after_hashes(text: str) -> Iterator[tuple[int, bool, str]]:
+    for place in _places(text, "####"):
+        if text[place - 1 : place] == "#" or text[place + 4 : place + 5] == "#":
+            continue
+        answer = (
+            text[place + 4 : place + 4 + LONGEST_ANSWER + 1].strip(" \t").partition("\n")[0].strip(_MARKUP)
+        )
+        if answer:
+            certain = _MATHEMATICS.match(answer) is not None and not _STEP.match(answer)
+            yield place, certain, answer
+
+
+def _tagged(text: str) -> Iterator[tuple[int, bool, str]]:
+    for place in _places(text, "<answer>"):
+        content = text[place + 8 : place + 8 + LONGEST_ANSWER + 10]
+        inside, closed, _ = content.partition("</answer>")
+        if closed:
+            yield place, True, inside.strip()
+        return
 
 
 def extract_answer(solution: str) -> str | None:
@@ -66,57 +214,31 @@ def extract_answer(solution: str) -> str | None:
 
     >>> extract_answer("1 + 1 = 2, so #### 2"), extract_answer("it may be 2")
     ('2', None)
+    >>> extract_answer("#### Step 1: add\\n- **Answer:** 34 apples\\nAnswers may vary.")
+    '34 apples'
     """
-    before, closed, final = solution.rpartition("</think>")
-    if not closed and "<think>" in solution:
+    final = solution[solution.rfind("</think>") + 8 :] if "</think>" in solution else solution
+    if "<think>" in final:
         return None
-    if _BOX.search(final):
-        answer = last_box(final)
-    elif "####" in final:
-        answer = final.rpartition("####")[2].strip().partition("\n")[0]
-    elif lines := [*_ANSWER_LINE.finditer(final), *_CHINESE_ANSWER.finditer(final)]:
-        answer = max(lines, key=lambda line: line.start(1))[1]
+    final = final.rstrip()
+    for _ in range(3):  # what a tokenizer may leave at the end
+        if match := _END_TOKEN.search(final, max(0, len(final) - 40)):
+            final = final[: match.start()].rstrip()
+    found = [*_announced(final), *_after_hashes(final), *_tagged(final)]
+    if box := _box(final):
+        found.append((box[0], True, box[1] or ""))
+    certain = [candidate for candidate in found if candidate[1]]
+    if certain or found:
+        answer = max(certain or found)[2]
     else:
-        answer = final if _number(final) is not None else None
-    answer = (answer or "").strip()
+        short = final.strip() if len(final) < 10 * LONGEST_ANSWER else ""
+        answer = short if len(short) <= LONGEST_ANSWER and number(short) is not None else ""
+    answer = answer.strip()
     return answer if 0 < len(answer) <= LONGEST_ANSWER else None
 
 
-def _plain(text: str) -> str:
-    """The text without what does not change its meaning: $ signs, spaces, bracket sizes, the final full stop.
-
-    >>> _plain(r"$ \\left( 1, \\dfrac12 \\right) $.")
-    '(1,\\\\frac12)'
-    """
-    text = _DECORATION.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\1", text)
-    return text.replace("\\%", "%").rstrip(".")
-
-
-def _number(text: str) -> Decimal | None:
-    """The value of a plain decimal number, with or without thousands separators and a dollar sign; else None.
-
-    >>> _number("$1,234.50"), _number("1,23"), _number("50%")
-    (Decimal('1234.50'), None, None)
-    """
-    text = _plain(text.replace("\\$", ""))
-    return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) and text.strip("+-.") else None
-
-
-def _values(text: str) -> set[Decimal]:
-    """The values a plain number may have; a percentage may lack its sign. Empty if ``text`` is not a number.
-
-    >>> sorted(_values("50%")), _values("x")
-    ([Decimal('0.5'), Decimal('50')], set())
-    """
-    number = _number(_plain(text).removesuffix("%"))
-    if number is None:
-        return set()
-    return {number, number / 100} if _plain(text).endswith("%") else {number}
-
-
 class Checker:
-    """A child process that compares pairs of LaTeX expressions, one a line; safe to call from any thread."""
+    """A child process that compares answers, one response a line; safe to call from any thread."""
 
     def __init__(self, deadline_s: float = DEADLINE_S):
         self.deadline_s = deadline_s
@@ -124,12 +246,15 @@ class Checker:
         self.child: subprocess.Popen | None = None
 
     def equal(self, truth: str, answer: str) -> bool:
-        """Whether math-verify finds them equal; False if it cannot tell within the limits."""
+        return self.any_equal([truth], answer)
+
+    def any_equal(self, truths: list[str], answer: str) -> bool:
+        """Whether one of the truths equals the answer; False if it cannot tell within the limits."""
         with self.lock:
             try:
                 if self.child is None or self.child.poll() is not None:
                     self._start()
-                self.child.stdin.write(json.dumps([truth, answer, self.deadline_s]) + "\n")
+                self.child.stdin.write(json.dumps([truths, answer, self.deadline_s]) + "\n")
                 self.child.stdin.flush()
                 return self._line(self.deadline_s) == "equal"
             except (BrokenPipeError, TimeoutError):
@@ -137,11 +262,20 @@ class Checker:
                 return False
 
     def _start(self) -> None:
+        self.close()
+        paths = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
         self.child = subprocess.Popen(
-            [sys.executable, __file__], text=True, bufsize=1, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", "-m", "ascend_rl.recipe.math_equal"],
+            env=os.environ | {"PYTHONPATH": paths},
+            text=True,
+            bufsize=1,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         if self._line(START_DEADLINE_S) != "ready":
-            raise RuntimeError("math-verify does not start; install the version of requirements-cpu.txt")
+            raise RuntimeError(
+                "the comparison of answers does not start; install sympy as requirements*.txt pins it"
+            )
 
     def _line(self, seconds: float) -> str:
         """The child's next line; empty if it ended. Raises TimeoutError if none comes in time."""
@@ -164,12 +298,41 @@ atexit.register(_checker.close)
 
 def is_equal(truth: str, answer: str) -> bool:
     """Whether two answers are mathematically equal."""
-    if _plain(truth) == _plain(answer):
+    return any_equal([truth], answer)
+
+
+def any_equal(truths: list[str], answer: str) -> bool:
+    """Whether one of the truths equals the answer, within one deadline for all of them."""
+    quick = [quickly(truth, answer) for truth in truths]
+    if True in quick:
         return True
-    values = _values(truth), _values(answer)
-    if all(values):
-        return not values[0].isdisjoint(values[1])
-    return _checker.equal(_PI.sub(r"\\pi ", truth), _PI.sub(r"\\pi ", answer))
+    open_ones = [truth for truth, decided in zip(truths, quick, strict=True) if decided is None]
+    return bool(open_ones) and _checker.any_equal(open_ones, answer)
+
+
+def truths_of(ground_truth) -> list[str]:
+    r"""The answers that a ground truth allows: one, or those of a list; without a box or a solution.
+
+    >>> truths_of(5), truths_of(["1", None, [2.5]]), truths_of('["34"]'), truths_of("3+4=7\n#### 7")
+    (['5'], ['1', '2.5'], ['34'], ['7'])
+    """
+    if hasattr(ground_truth, "tolist"):  # numpy
+        ground_truth = ground_truth.tolist()
+    if isinstance(ground_truth, list | tuple | set | frozenset):
+        return [truth for part in ground_truth for truth in truths_of(part)]
+    if ground_truth is None or ground_truth != ground_truth:
+        return []
+    if isinstance(ground_truth, bytes):
+        ground_truth = ground_truth.decode(errors="replace")
+    text = str(ground_truth).strip()
+    if text[:2] in ('["', "['") and text[-2:] in ('"]', "']"):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return truths_of(json.loads(text) if text[1] == '"' else ast.literal_eval(text))
+    if (box := last_box(text)) is not None:
+        text = box
+    elif "####" in text:
+        text = text.rpartition("####")[2].strip()
+    return [text] if 0 < len(text) <= 4 * LONGEST_ANSWER else []
 
 
 def compute_score(data_source, solution_str: str, ground_truth, extra_info=None, **kwargs) -> dict:
@@ -178,39 +341,11 @@ def compute_score(data_source, solution_str: str, ground_truth, extra_info=None,
     Args:
         data_source: name of the data set; the same rules apply to all.
         solution_str: the decoded response.
-        ground_truth: the correct answer, LaTeX or plain text, or a list of which any one is correct.
+        ground_truth: the correct answer, LaTeX, plain text or a number, or a list of which any is correct.
 
     Returns:
         score and acc, 0 or 1; answered, whether the response had an answer at all.
     """
-    answer = extract_answer(solution_str)
-    truths = [ground_truth] if isinstance(ground_truth, str | int | float) else list(ground_truth)
-    right = float(answer is not None and any(is_equal(str(truth), answer) for truth in truths))
+    answer = extract_answer(solution_str) if isinstance(solution_str, str) else None
+    right = float(answer is not None and any_equal(truths_of(ground_truth), answer))
     return {"score": right, "acc": right, "answered": float(answer is not None)}
-
-
-def serve() -> None:
-    """Run as the child: answer each line [truth, answer, seconds] with a line, while there is a parent."""
-    import logging
-    import resource
-    import signal
-
-    from math_verify import parse, verify
-
-    logging.disable()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        truth, answer, seconds = json.loads(line)
-        signal.alarm(int(seconds) + 2)  # ends this process if the parent is not there to do it
-        try:
-            sides = [parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer)]
-            equal = all(sides) and verify(*sides, timeout_seconds=None)
-        except Exception:  # any error of sympy or the parser on model output means "not equal"
-            equal = False
-        signal.alarm(0)
-        print("equal" if equal else "different", flush=True)
-
-
-if __name__ == "__main__":
-    serve()

@@ -127,6 +127,35 @@ def test_the_actor_that_knows_no_global_sizes_is_split_invariant_too(mode, micro
     torch.testing.assert_close(torch.cat([g for _, g, _ in parts]), whole_gradient, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [0, 5])
+def test_a_micro_batch_without_tokens_has_loss_0(mode, rows):
+    """Of every loss where the actor knows the sizes of the mini-batch; GSPO's where it does not, too."""
+    from ascend_rl.loss import whole_batch_loss
+    from ascend_rl.settings.switch import CannotWork
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    whole = batch()["response_mask"]
+    known, empty = [], {key: column[:rows] * (key != "response_mask") for key, column in batch().items()}
+    for loss_mode in POLICY_LOSS_REGISTRY.keys() - {"bypass_mode"}:  # which refuses it by name
+        actor_config = config(loss_mode)
+        object.__setattr__(actor_config, "whole_batch_loss", True)
+        try:
+            whole_batch_loss.check(actor_config)
+        except CannotWork:
+            continue
+        for mask in (whole, whole * 0):
+            actor_config.global_batch_info.clear()
+            whole_batch_loss.prepare(actor_config, mask, 3, None, "cpu")
+            loss, gradient, _ = loss_and_gradient(empty, mode, actor_config)
+            assert loss == 0 and not gradient.any(), loss_mode
+        known.append(loss_mode)
+    assert {"vanilla", "gspo", "gspo_token"} < set(known)
+    for loss_mode in ("gspo", "gspo_token"):
+        loss, gradient, _ = loss_and_gradient(empty, mode, config(loss_mode))
+        assert loss == 0 and not gradient.any(), loss_mode
+
+
 @pytest.mark.parametrize("info", [{}, {"dp_size": 8, "batch_num_tokens": 90, "global_batch_size": 16}])
 def test_metrics_of_micro_batches_and_ranks_meet_exactly(info):
     """Of micro-batches of different sizes, whether they know the sizes of the whole batch or not."""
