@@ -184,10 +184,6 @@ class Balancer(MovableRouting):
         self._inflight_requests[server] += 1
         return server
 
-    def release_server(self, server):
-        assert self._inflight_requests[server] > 0
-        self._inflight_requests[server] -= 1
-
 
 class Rollout:
     """Servers "a" and "b" and what a caller sees of them.
@@ -213,9 +209,6 @@ class Rollout:
         name = await self._load_balancer.acquire_server.remote(request_id)
         return name, self._server_id_to_handle[name]
 
-    def _release_server(self, name):
-        self.balancer.release_server(name)
-
     def run(self, requests, planner=lambda servers, gears: [], beside=None):
         """Outputs of [(prompt_ids, sampling_params)], in order; afterwards nothing may be left anywhere."""
 
@@ -235,6 +228,7 @@ class Rollout:
                 )
             for task in running:
                 task.cancel()
+            await asyncio.sleep(1e-3)  # what nobody waits for: requests that leave their servers
             return outputs
 
         outputs = asyncio.run(everything())
@@ -340,6 +334,49 @@ def test_requests_that_may_not_move_stay():
     stayed, moved = Rollout(), Rollout()
     assert moved.run(requests, somewhere(0)) == stayed.run(requests)
     assert moved.metrics["moves"] == 0
+
+
+@pytest.mark.parametrize("method", ["generate", "take_target", "sent_kv"])
+def test_a_server_may_be_dropped_while_it_answers(method):
+    """Another request's caller does that, when its own call has failed, before this one hears the answer."""
+    rollout, requests = Rollout(), some_requests(3, min_tokens=20)
+    server, dropped = rollout.engines["a"], []
+    answer = getattr(server, method)
+
+    async def answer_late(*args, **kwargs):
+        answered = await answer(*args, **kwargs)
+        dropped.append(rollout.balancer.drop_server("a"))
+        return answered
+
+    setattr(server, method, answer_late)
+    found = rollout.run(requests, somewhere(1))
+    assert dropped and set(dropped) == {1} and rollout.balancer._inflight_requests == {"b": 0}
+    assert [o.token_ids for o in found] == [o.token_ids for o in Rollout().run(requests)]
+
+
+def test_a_target_may_be_dropped_on_the_way():
+    rollout, requests = Rollout(), some_requests(3, min_tokens=20)
+    take_target = rollout.engines["a"].take_target
+
+    async def take_and_drop(name):
+        target = await take_target(name)
+        assert rollout.balancer.drop_server("b") == 1
+        return target
+
+    rollout.engines["a"].take_target = take_and_drop
+    found = rollout.run(requests, somewhere(1))
+    assert rollout.balancer._inflight_requests == {"a": 0}
+    assert [o.token_ids for o in found] == [o.token_ids for o in Rollout().run(requests)]
+
+
+def test_a_server_that_is_there_again_does_not_count_requests_of_before():
+    balancer = Balancer(["a", "b"])
+    balancer.acquire_server("x")
+    assert balancer.drop_server("a") == 1
+    balancer.leave_server("a")
+    balancer.take_servers(["a", "b"])
+    balancer.leave_server("a")
+    assert balancer._inflight_requests == {"a": 0, "b": 0}
 
 
 @pytest.mark.parametrize("move", [False, True])

@@ -254,6 +254,11 @@ class MovableRouting:
             self._request_id_to_server[request_id] = target
         return self.acquire_server(request_id)
 
+    def leave_server(self, server_id: str) -> None:
+        """Count a request off its server; nothing where that has been dropped meanwhile, with its count."""
+        if self._inflight_requests.get(server_id):
+            self._inflight_requests[server_id] -= 1
+
     def drop_server(self, server_id: str) -> int:
         """Send no more requests to a dead server, whichever of its engines; returns how many are left."""
         left = [id for id in self._inflight_requests if address_of(id) != address_of(server_id)]
@@ -366,14 +371,14 @@ async def generate(
             if movable and part.stop_reason == "aborted":
                 target = await server.take_target.remote(hop)
             if target is None:
-                manager._release_server(server_id)
+                manager._load_balancer.leave_server.remote(server_id)
                 return output
             kv = await server.sent_kv.remote(hop)
-            manager._release_server(server_id)
+            manager._load_balancer.leave_server.remote(server_id)
         except BaseException as error:
             gone = has_died(error, actor_died)
             if not gone or not await manager._load_balancer.drop_server.remote(server_id):
-                manager._release_server(server_id)
+                manager._load_balancer.leave_server.remote(server_id)
                 raise
             logger.warning("rollout server %s died; request %s starts over elsewhere", server_id, name)
         server_id = await manager._load_balancer.move_request.remote(request_id, target)
