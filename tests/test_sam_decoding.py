@@ -326,3 +326,16 @@ def test_rows_that_write_draft_in_each_step_while_long_prompts_are_taken_in():
     for end in range(31, 60):
         drafts = runner.step({name: [1] for name in names} | {"a": [repeating(end)[-1]]})
     assert drafts["a"] == repeating(63)[59:] and not any(drafts[name] for name in names)
+
+
+def test_history_and_prompts_share_the_budget(counts):
+    alone = Runner({"r": noise(2000)}, options=FREE)
+    alone.step({"r": [1]})
+    most, texts = taken_in(alone), {f"r{i}": noise(2000, seed=i) for i in range(8)}
+    runner = Runner(texts, options=FREE, **bringing(noise(9000, seed=9), prompt_tokens=20))
+    runner.step({name: [1] for name in texts})
+    for _ in range(3):
+        before = taken_in(runner), counts().get("sam_history", 0)
+        runner.step({name: [1] for name in texts})
+        prompts, history = taken_in(runner) - before[0], counts()["sam_history"] - before[1]
+        assert min(prompts, history) > most / 3 and prompts + history < 1.2 * most
