@@ -63,6 +63,35 @@ class FrontEnd(MovableRequests):
         return Server("a", tuple(state["requests"]), state["kv_capacity_tokens"], state["max_num_seqs"])
 
 
+def add(engine: Engine, name: str, prompt: int, tokens: int) -> None:
+    from vllm import SamplingParams
+
+    rng = np.random.default_rng(0)
+    engine.llm.llm_engine.add_request(
+        name,
+        {"prompt_token_ids": rng.integers(1, 12, prompt).tolist()},
+        SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens),
+    )
+
+
+def test_a_prompt_in_parts_runs_and_what_has_ended_is_nowhere(path):
+    engine = Engine(path, max_num_batched_tokens=32, enable_chunked_prefill=True, enable_prefix_caching=False)
+    front_end, llm = FrontEnd(engine), engine.llm.llm_engine
+    for name, prompt, tokens in (("in parts", 80, 1), ("next", 20, 2), ("aborted", 20, 9)):
+        add(engine, name, prompt, tokens)
+    seen = []
+    while llm.has_unfinished_requests():
+        seen.append(
+            [(request.id, request.tokens, request.waiting) for request in front_end.server().requests]
+        )
+        llm.step()
+        if len(seen) == 2:
+            llm.abort_request(["aborted"])
+    first, aborted = [("in parts", 80, False), ("next", 20, True)], ("aborted", 20, True)
+    new = [(name, tokens, True) for name, tokens, _ in first]
+    assert seen == [[*new, aborted], [*first, aborted], first, [("next", 20, False)], [("next", 21, False)]]
+
+
 @pytest.mark.parametrize(
     ("prompt", "responses", "blocks", "seats"),
     [(8, [300] * 6, 60, 8), (40, [90, 270, 180, 360, 135, 300, 225, 330], 72, 8), (20, [50] * 9, 64, 4)],
@@ -70,17 +99,11 @@ class FrontEnd(MovableRequests):
 )
 def test_the_simulator_and_an_engine_agree_on_what_waits(path, prompt, responses, blocks, seats):
     """Step by step; an engine gives out KV in blocks, and the simulator token by token."""
-    from vllm import SamplingParams
-
     engine = Engine(path, num_gpu_blocks_override=blocks, block_size=BLOCK, max_num_seqs=seats,
                     max_model_len=512, enable_prefix_caching=False)  # fmt: skip
-    front_end, rng = FrontEnd(engine), np.random.default_rng(0)
+    front_end = FrontEnd(engine)
     for number, tokens in enumerate(responses):
-        engine.llm.llm_engine.add_request(
-            str(number),
-            {"prompt_token_ids": rng.integers(1, 12, prompt).tolist()},
-            SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens),
-        )
+        add(engine, str(number), prompt, tokens)
     real = []
     while engine.llm.llm_engine.has_unfinished_requests():
         engine.llm.llm_engine.step()
