@@ -175,7 +175,7 @@ def test_a_large_batch_is_looked_at_rarely_while_drafts_do_not_pay():
     runner.proposer.drafter.propose = lambda *args: (looks.append(1), propose(*args))[1]
     for _ in range(40):
         runner.step({name: [int(rng.integers(0, 9999))] for name in names})
-    assert len(looks) <= 1.1 * 40 * LOOK_ROWS
+    assert 0.7 * 40 * LOOK_ROWS <= len(looks) <= 1.1 * 40 * LOOK_ROWS
 
 
 def test_for_graphs_all_rows_get_all_tokens_or_none():
