@@ -91,6 +91,7 @@ def test_never_beyond_the_last_token(limit):
     for end in range(61, 71):
         draft = runner.step({"a": [text[end - 1]]})["a"]
         assert len(draft) == min(4, max(0, 70 - end - 1))  # a draft is followed by one more token
+        assert runner.proposer.expected <= len(draft)
 
 
 @pytest.mark.parametrize("params", [
@@ -326,6 +327,22 @@ def test_rows_that_write_draft_in_each_step_while_long_prompts_are_taken_in():
     for end in range(31, 60):
         drafts = runner.step({name: [1] for name in names} | {"a": [repeating(end)[-1]]})
     assert drafts["a"] == repeating(63)[59:] and not any(drafts[name] for name in names)
+
+
+def test_a_long_prompt_gets_what_the_others_leave():
+    """Though theirs are longer texts, and come after it in the batch; they are looked at in its order."""
+    alone = Runner({"r": noise(2000)}, options=FREE)
+    alone.step({"r": [1]})
+    names = [f"r{i}" for i in range(8)]
+    runner = Runner({"long": noise(2000)} | {name: repeating(2500) for name in names}, options=FREE)
+    text, looked, propose = repeating(2600), [], runner.proposer.drafter.propose
+    end = 2500
+    while not all(runner.step({name: [text[end]] for name in names})[name] for name in names):
+        end += 1
+    runner.proposer.drafter.propose = lambda name, *args: (looked.append(name), propose(name, *args))[1]
+    runner.step({"long": [1]} | {name: text[end + 1 : end + 2 + i % 3] for i, name in enumerate(names)})
+    assert looked == [*names, "long"]
+    assert runner.proposer.drafter.seen("long") > 0.8 * taken_in(alone)
 
 
 def test_history_and_prompts_share_the_budget(counts):
