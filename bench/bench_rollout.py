@@ -181,22 +181,9 @@ class Ours:
             self.looked_ms = simulation.now_ms
             if even >= most or self.lost_ms < self.worth_ms(simulation, self.lightest(simulation)):
                 return
-        tokens = simulation.batch.prompt + simulation.done
-        servers = [
-            Server(
-                str(r),
-                tuple(
-                    [Request(str(i), int(tokens[i]), False) for i in simulation.active(r)]
-                    + [Request(str(i), int(tokens[i]), True) for i in simulation.waiting(r)]
-                ),
-                cluster.kv_capacity_tokens,
-                cluster.max_num_seqs,
-            )
-            for r in range(cluster.ranks)
-        ]
-        moves = [(int(move.request), int(move.target)) for move in plan(servers, LEVELS)]
+        moves = [(int(move.request), int(move.target)) for move in plan(simulation.servers(), LEVELS)]
         if not queued.any():
-            received = np.zeros(cluster.ranks)
+            tokens, received = simulation.batch.prompt + simulation.done, np.zeros(cluster.ranks)
             for request, target in moves:
                 received[target] += tokens[request]
             if self.lost_ms < self.worth_ms(simulation, received.max()):

@@ -9,6 +9,7 @@ Example:  python bench/bench_sam.py            # about 2 minutes; --quick under 
    step takes the published time for its tokens (STEP_TIMES); the drafter's own time is not in it.
 2. The same of the engine, where samples bring earlier responses to their prompt, and where they do not.
 3. Cost of a step at contexts of 1k to 32k, and memory use.
+4. Cost of a step of the engine while 64 requests with prompts of their own, 8K tokens each, come at once.
 Peers: suffix decoding of arctic-inference (built into .venv-peers at the first run), vLLM's n-gram proposer,
 and a suffix automaton of Python dicts. Texts: 300 questions of GSM8K with the solutions of four models, 1500
 others with their answers in a row (bench/texts_gsm8k.jsonl.gz), the Python standard library, and rollouts of
@@ -42,6 +43,7 @@ PAYS = 1.05  # drafting always pays from this speed
 START = 64  # tokens of a text that has no prompt of its own
 CONTEXTS = (1024, 4096, 32768)
 LENGTHS = (4, 8)
+CROWD, CROWD_PROMPT = 64, 8192  # requests at once, and tokens of each one's own prompt
 TIMED_AT = (1000, 2000, 4000, 8000, 16000, 32000)
 Corpus = list[tuple[np.ndarray, list[np.ndarray]]]  # prompts with their outputs
 
@@ -313,6 +315,26 @@ def step_times(make, text: np.ndarray, runs: int) -> dict:
     }
 
 
+def crowd(text: np.ndarray, quick: bool) -> dict[str, float]:
+    """Steps of the engine's drafter from when CROWD requests come at once until it knows all their prompts.
+
+    Each prompt is the text with the tokens exchanged for others: it repeats as the text does, but shares
+    nothing with other prompts. The times of a step are each the least of several runs.
+    """
+    rows = [(text[:CROWD_PROMPT] + row * 20_000).astype(np.int32) for row in range(CROWD)]
+    times: list[list[float]] = []
+    for _ in range(2 if quick else 4):
+        drafter, times = Proposer(8), [*times, []]
+        seen = drafter.proposer.drafter.seen
+        batch = [[str(row), prompt, CROWD_PROMPT, CROWD_PROMPT, 1] for row, prompt in enumerate(rows)]
+        while any(seen(name) < CROWD_PROMPT for name, *_ in batch):
+            begin = time.perf_counter_ns()
+            drafter.propose_all(batch)
+            times[-1].append((time.perf_counter_ns() - begin) / 1e6)
+    own = np.min(times, axis=0)
+    return {"steps": len(own), "median_ms": float(np.median(own)), "worst_ms": float(own.max())}
+
+
 def stalls(seconds: float) -> tuple[float, float]:
     """99.9th percentile and maximum of the time between two consecutive clock readings, in us."""
     clock, gaps, last = time.perf_counter_ns, [], time.perf_counter_ns()
@@ -539,6 +561,12 @@ def main() -> int:
         for name, row in by_text.items():
             print(f"{drafter:<16}{name:<18}" + "".join(f"{row[column]:>17.2f}" for column in columns))
 
+    at_once = crowd(texts["code"], quick)
+    print(
+        f"\n{CROWD} requests with prompts of their own, {CROWD_PROMPT} tokens each, at once: "
+        f"{at_once['steps']} steps, ms per step: {at_once['median_ms']:.2f}, worst {at_once['worst_ms']:.2f}"
+    )
+
     multi = [name for name in corpora if len(corpora[name][0][1]) > 1]
     peers = [drafter for drafter in drafters if not drafter.startswith(("ours", "engine"))]
     alone = [drafter for drafter in peers if drafter not in ("arctic", "arctic, free")]
@@ -581,8 +609,11 @@ def main() -> int:
     ):
         value = max(mine[name][column] for name in names)
         bars.append((what, value, unit, f"<= {bound}", value <= bound))
+    what = f"step while {CROWD} prompts of {CROWD_PROMPT} tokens come at once, median"
+    bars.append((what, at_once["median_ms"], "ms", "<= 5", at_once["median_ms"] <= 5))
     draw(tokens, times, multi, RESULTS / "sam_decoding.png")
-    data = {"tokens_a_step": tokens, "with_earlier": earlier, "times": times, "machine_pauses_us": gap}
+    data = {"tokens_a_step": tokens, "with_earlier": earlier, "times": times, "machine_pauses_us": gap,
+            "at_once": at_once}  # fmt: skip
     return finish("sam_decoding", bars, **data)
 
 

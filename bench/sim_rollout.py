@@ -29,6 +29,8 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
+from ascend_rl.rollout.rollout_rebalance import Request, Server
+
 MAX_RESPONSE = 32768
 
 
@@ -424,6 +426,23 @@ class Simulation:
     def active(self, rank: int) -> np.ndarray:
         """Running requests of a rank, oldest first."""
         return self.running[rank, : self.n_running[rank]]
+
+    def servers(self) -> list[Server]:
+        """What a planner sees; as in an engine, all that does not run waits, be it new or preempted."""
+        tokens, cluster = self.batch.prompt + self.done, self.cluster
+        return [
+            Server(
+                str(rank),
+                tuple(
+                    Request(str(i), int(tokens[i]), waiting)
+                    for requests, waiting in ((self.active(rank), False), (self.waiting(rank), True))
+                    for i in requests
+                ),
+                cluster.kv_capacity_tokens,
+                cluster.max_num_seqs,
+            )
+            for rank in range(cluster.ranks)
+        ]
 
     def _enqueue(self, request: int, rank: int) -> None:
         if self.tail[rank] == self.queue.shape[1]:  # make room: entries before the head are done

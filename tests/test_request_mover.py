@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ascend_rl.rollout import request_mover
 from ascend_rl.rollout.request_mover import (
     ARRIVAL_CHECKS,
     Engine,
@@ -23,6 +24,7 @@ from ascend_rl.rollout.request_mover import (
     gather,
     generate,
     has_died,
+    held_requests,
     joined,
     metrics,
     remaining,
@@ -72,7 +74,8 @@ class Remote:
 class Server(MovableRequests):
     """Each engine decodes one token per step for up to ``max_num_seqs`` requests, oldest first.
 
-    A token depends on all tokens before it, or, with a seed, on the request's own random numbers.
+    A token depends on all tokens before it, or, with a seed, on the request's own random numbers. What is in
+    ``preempted`` gets none; it is queued before all others.
     """
 
     def __init__(self, engines=1, max_num_seqs=4):
@@ -80,7 +83,8 @@ class Server(MovableRequests):
         self.engine_core = self
         self.core_engines, self.engine_of = [b"%d" % k for k in range(engines)], {}
         self.engine = self
-        self.errored = False
+        self.errored, self.preempted, self.stands_still = False, [], False
+        self.config = SimpleNamespace(rollout_rebalance=RolloutRebalanceConfig(True))
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(num_gpu_blocks=100 * engines, block_size=100),
             scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
@@ -106,6 +110,22 @@ class Server(MovableRequests):
                 for name, r in self.requests.items()
             }
         )
+
+    def running(self, identity):
+        """Requests of an engine that it decodes, and the others in the order of its queue."""
+        mine = [name for name in self.requests if self.engine_of[name] == identity]
+        first = [name for name in mine if name not in self.preempted]
+        return first[: self.slots], [name for name in self.preempted if name in mine] + first[self.slots :]
+
+    async def _call_utility_async(self, method, engine):
+        assert method == "held_requests"
+        while self.stands_still:
+            await asyncio.sleep(1e-3)
+        running, queued = (
+            [SimpleNamespace(request_id=name, status=SimpleNamespace(name="ANY")) for name in names]
+            for names in self.running(engine)
+        )
+        return held_requests(SimpleNamespace(running=running, waiting=queued))
 
     async def abort(self, names):
         for name in names:
@@ -156,8 +176,7 @@ class Server(MovableRequests):
             await asyncio.sleep(1e-3)
             self.steps += bool(self.requests)
             for identity in self.core_engines:
-                mine = [name for name in self.requests if self.engine_of[name] == identity]
-                for name in mine[: self.slots]:
+                for name in self.running(identity)[0]:
                     self.decode(name, self.requests[name])
 
     def decode(self, name, r):
@@ -184,10 +203,6 @@ class Balancer(MovableRouting):
         self._inflight_requests[server] += 1
         return server
 
-    def release_server(self, server):
-        assert self._inflight_requests[server] > 0
-        self._inflight_requests[server] -= 1
-
 
 class Rollout:
     """Servers "a" and "b" and what a caller sees of them.
@@ -213,9 +228,6 @@ class Rollout:
         name = await self._load_balancer.acquire_server.remote(request_id)
         return name, self._server_id_to_handle[name]
 
-    def _release_server(self, name):
-        self.balancer.release_server(name)
-
     def run(self, requests, planner=lambda servers, gears: [], beside=None):
         """Outputs of [(prompt_ids, sampling_params)], in order; afterwards nothing may be left anywhere."""
 
@@ -235,6 +247,7 @@ class Rollout:
                 )
             for task in running:
                 task.cancel()
+            await asyncio.sleep(1e-3)  # what nobody waits for: requests that leave their servers
             return outputs
 
         outputs = asyncio.run(everything())
@@ -340,6 +353,49 @@ def test_requests_that_may_not_move_stay():
     stayed, moved = Rollout(), Rollout()
     assert moved.run(requests, somewhere(0)) == stayed.run(requests)
     assert moved.metrics["moves"] == 0
+
+
+@pytest.mark.parametrize("method", ["generate", "take_target", "sent_kv"])
+def test_a_server_may_be_dropped_while_it_answers(method):
+    """Another request's caller does that, when its own call has failed, before this one hears the answer."""
+    rollout, requests = Rollout(), some_requests(3, min_tokens=20)
+    server, dropped = rollout.engines["a"], []
+    answer = getattr(server, method)
+
+    async def answer_late(*args, **kwargs):
+        answered = await answer(*args, **kwargs)
+        dropped.append(rollout.balancer.drop_server("a"))
+        return answered
+
+    setattr(server, method, answer_late)
+    found = rollout.run(requests, somewhere(1))
+    assert dropped and set(dropped) == {1} and rollout.balancer._inflight_requests == {"b": 0}
+    assert [o.token_ids for o in found] == [o.token_ids for o in Rollout().run(requests)]
+
+
+def test_a_target_may_be_dropped_on_the_way():
+    rollout, requests = Rollout(), some_requests(3, min_tokens=20)
+    take_target = rollout.engines["a"].take_target
+
+    async def take_and_drop(name):
+        target = await take_target(name)
+        assert rollout.balancer.drop_server("b") == 1
+        return target
+
+    rollout.engines["a"].take_target = take_and_drop
+    found = rollout.run(requests, somewhere(1))
+    assert rollout.balancer._inflight_requests == {"a": 0}
+    assert [o.token_ids for o in found] == [o.token_ids for o in Rollout().run(requests)]
+
+
+def test_a_server_that_is_there_again_does_not_count_requests_of_before():
+    balancer = Balancer(["a", "b"])
+    balancer.acquire_server("x")
+    assert balancer.drop_server("a") == 1
+    balancer.leave_server("a")
+    balancer.take_servers(["a", "b"])
+    balancer.leave_server("a")
+    assert balancer._inflight_requests == {"a": 0, "b": 0}
 
 
 @pytest.mark.parametrize("move", [False, True])
@@ -507,11 +563,82 @@ def test_a_move_that_got_lost_does_not_stop_later_ones():
     assert counts["replayed_tokens"] == 2 * (1 + 1)  # prompt and response of both
 
 
+def holding(*tokens, **given) -> Server:
+    """A server with requests movable/0/0, movable/1/0, ... that have these tokens."""
+    server = Server(**given)
+    for i, of in enumerate(tokens):
+        server.requests[f"movable/{i}/0"] = SimpleNamespace(
+            prompt=[1], tokens=of, ended=asyncio.Event(), noise=None, max_tokens=99, min_tokens=99
+        )
+        server.engine_of[f"movable/{i}/0"] = server.core_engines[i % len(server.core_engines)]
+    return server
+
+
+def held(server: Server) -> list[list[Request]]:
+    return [state["requests"] for state in asyncio.run(server.rollout_state())]
+
+
+def test_what_waits_is_what_the_engine_does_not_run():
+    """Not what has no token: a prompt that is being computed runs, and a preempted request waits, first."""
+    server = holding([5], [], [6, 6], [], max_num_seqs=2)
+    server.preempted = ["movable/2/0"]
+    of = [(request.id[8], request.tokens, request.waiting) for request in held(server)[0]]
+    assert of == [("0", 2, False), ("1", 1, False), ("2", 3, True), ("3", 1, True)]
+
+
+def test_each_engine_has_its_requests_and_its_part_of_the_kv():
+    server = holding([1], [2], [3], [4], [5], engines=3)
+    server.vllm_config.cache_config.num_gpu_blocks = 302
+    states = asyncio.run(server.rollout_state())
+    of = [[request.id[8] for request in state["requests"]] for state in states]
+    assert of == [["0", "3"], ["1", "4"], ["2"]]
+    assert [state["kv_capacity_tokens"] for state in states] == [99 * 100] * 3
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_an_engine_that_stands_still_is_as_it_was(engines, monkeypatch):
+    """Beside what ended there, as its last outputs say, and what was sent to it since."""
+    monkeypatch.setattr(request_mover, "ENGINE_S", 0.01)
+    server = holding([5], [5], [5], [5], [5], [5], max_num_seqs=2, engines=engines)
+    before = held(server)
+    server.stands_still = True
+    del server.requests["movable/0/0"]
+    server.requests["movable/9/0"] = server.requests["movable/1/0"]
+    server.engine_of["movable/9/0"] = server.core_engines[0]
+    new = Request("movable/9/0", 2, True)
+    assert held(server) == [[r for r in before[0] if r.id != "movable/0/0"] + [new], *before[1:]]
+    server.stands_still = False
+    assert held(server) != before
+
+
+def test_without_any_answer_yet_all_requests_wait(monkeypatch):
+    monkeypatch.setattr(request_mover, "ENGINE_S", 0.01)
+    server = holding([5], [5])
+    server.stands_still = True
+    assert [request.waiting for request in held(server)[0]] == [True, True]
+
+
+def test_preempted_requests_go_where_there_is_room():
+    server = holding([5] * 40, [5] * 40, [5] * 40, max_num_seqs=8)
+    server.vllm_config.cache_config.num_gpu_blocks = 2  # one of 100 tokens, and the one that holds nothing
+    server.preempted = ["movable/2/0"]
+    given = []
+
+    async def scene():
+        config = RolloutRebalanceConfig(True, check_interval_s=999, gears=[8])
+        handles = {"a": Remote(server), "b": Remote(Server(max_num_seqs=8))}
+        async with RequestMover(handles, config) as mover:
+            await mover.check()
+            given.extend(mover.counts[key] for key in ("moves_waiting", "moves_running", "replayed_tokens"))
+
+    asyncio.run(scene())
+    assert given == [1, 0, 0] and server.requests.keys() == {"movable/0/0", "movable/1/0"}
+
+
 def test_time_counts_for_the_gear_that_running_requests_need():
-    """One of four has a token; the others wait and are in no graph."""
-    server = Server()
-    for i, tokens in enumerate(([5], [], [], [])):
-        server.requests[f"movable/{i}/0"] = SimpleNamespace(prompt=[1], tokens=tokens)
+    """One of four runs; the others wait and are in no graph, one of them preempted."""
+    server = holding([5], [], [], [6], max_num_seqs=1)
+    server.preempted = ["movable/3/0"]
     config = RolloutRebalanceConfig(True, check_interval_s=999)
     mover = RequestMover({"a": Remote(server), "b": Remote(Server())}, config, lambda *_: [])
 

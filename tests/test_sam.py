@@ -394,3 +394,33 @@ def test_expected_tokens_of_a_draft_are_about_those_that_are_right():
         right += len(draft) if matches.all() else int(matches.argmin())
         assert len(draft) == len(drafter.chances) and (np.diff(drafter.chances) <= 0).all()
     assert 0.7 * right < expected < 1.3 * right
+
+
+def test_a_budget_cuts_the_work_of_a_call_and_changes_nothing_else():
+    tokens = np.random.default_rng(0).integers(0, 4, 400)
+    whole, cut = SamDrafter(3, max_bytes=SMALL), SamDrafter(3, max_bytes=SMALL)
+    draft, total = whole.propose("a", tokens, 100, 1 << 30), whole.spent
+    assert whole.seen("a") == 400 and cut.seen("a") == 0
+    assert not len(cut.propose("a", tokens, 100, 0)) and (cut.spent, cut.seen("a")) == (0, 0)
+    seen, spent = [0], 0
+    while seen[-1] < 400:
+        found = cut.propose("a", tokens, 100, 50)
+        seen, spent = [*seen, cut.seen("a")], spent + cut.spent
+        assert seen[-1] > seen[-2] and cut.spent < 50 + sam.LEARNING + 8
+    assert spent == total > 400 and len(seen) > 20 and any(0 < n < 100 for n in seen)
+    assert found.tolist() == draft.tolist() and np.array_equal(cut._memory, whole._memory)
+
+
+def test_a_call_that_makes_room_goes_on_with_the_rest_of_its_budget():
+    """The text of a finished request is dropped in the middle of a call."""
+    drafter = SamDrafter(3, max_bytes=24 << 20)
+    rng, budget = np.random.default_rng(0), 3_000_000
+    old, new = (rng.integers(0, 50_000, 100_000) for _ in range(2))
+    drafter.propose("old", old, 10, budget)
+    drafter.end("old")
+    used = drafter.used_bytes
+    drafter.propose("new", new, 10, budget)
+    assert drafter.seen("new") == 100_000 and drafter.used_bytes < 1.1 * used
+    large = SamDrafter(3, max_bytes=64 << 20)
+    large.propose("new", new, 10, budget)
+    assert drafter.spent == large.spent < budget

@@ -9,19 +9,23 @@ sources which requests to give up, and where they go. A move is an abort that ke
 caller of the request then continues prompt + tokens on the target, which computes the KV cache anew, or, from
 ``send_kv_tokens`` on, loads what the source saved (moved_kv.py).
 
+- Which requests run, and which are queued, new or preempted, is what the engines' schedulers say; the front
+  end sees only tokens.
 - The target travels with the abort. An abort without a target (a pause, a timeout) stays one.
 - Every token keeps the log-prob of the server that sampled it, and no request is lost or done twice: only its
   caller continues it. Without an answer from server, mover or planner, requests stay where they are.
 - A request moves only if all that its sampling depends on is its token ids so far (``STATELESS``).
 - The requests of a server that died start over elsewhere, from the tokens of their last move.
 
-One check costs one small message per server, for all its engines, and O(n log n) for n requests. Nothing here
-imports verl, vLLM or Ray: servers and balancer are actor handles; they gain the two mixins below.
+One check costs one small message per server, and one per engine, which answers between two steps; O(n log n)
+for n requests. Nothing here imports verl, vLLM or Ray: servers and balancer are actor handles; they gain the
+two mixins below.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -59,6 +63,8 @@ SAME_KV = (
     "dtype", "quantization", "kv_cache_dtype", "block_size", "tensor_parallel_size", "pipeline_parallel_size",
     "speculative_config",
 )  # fmt: skip
+# An engine that takes longer to answer, as a step takes longer, is as it was.
+ENGINE_S = 1.0
 # A moved request that is nowhere after this many checks has ended; it no longer holds up plans.
 ARRIVAL_CHECKS = 10
 
@@ -111,7 +117,19 @@ def settings(rollout_config) -> RolloutRebalanceConfig | None:
     return RolloutRebalanceConfig(**{key: value for key, value in given.items() if key != "_target_"})
 
 
-# In the servers and in the load balancer.
+# In the engines, the servers and the load balancer.
+
+
+def held_requests(scheduler: Any) -> tuple[list[str], list[str]]:
+    """Ids of the requests of vLLM's Scheduler: those that hold KV, and those queued without, in their order.
+
+    A preempted request is queued, before all others. One whose KV comes from elsewhere has the room for it.
+    """
+    holding, queued = [request.request_id for request in scheduler.running], []
+    for request in scheduler.waiting:
+        loads = request.status.name == "WAITING_FOR_REMOTE_KVS"
+        (holding if loads else queued).append(request.request_id)
+    return holding, queued
 
 
 class MovableRequests:
@@ -146,7 +164,7 @@ class MovableRequests:
         return self.engine.vllm_config.parallel_config.data_parallel_size
 
     async def rollout_state(self) -> list[dict[str, Any]]:
-        """Of each engine: its unfinished requests, oldest first, and what fits.
+        """Of each engine: its unfinished requests, those that wait in the order of its queue, and what fits.
 
         Returns:
             [engines] ``{requests, kv_capacity_tokens, max_num_seqs, gears}``.
@@ -154,32 +172,48 @@ class MovableRequests:
         Raises:
             RuntimeError: if an engine is dead.
         """
+        engines = self.engine.engine_core.core_engines
+        requests = await asyncio.gather(*map(self._held_by, engines)) if not self.engine.errored else []
         if self.engine.errored:
             raise RuntimeError("an engine of this server is dead")
-        config, engines = self.engine.vllm_config, await self.dp_engines()
-        blocks = config.cache_config.num_gpu_blocks // engines  # vLLM sums up those of all engines
-        states = [
+        config = self.engine.vllm_config
+        # vLLM sums up those of all engines, each of which has one that holds nothing.
+        blocks = config.cache_config.num_gpu_blocks // len(engines) - 1
+        return [
             {
-                "requests": [],
+                "requests": held,
                 "kv_capacity_tokens": blocks * config.cache_config.block_size,
                 "max_num_seqs": config.scheduler_config.max_num_seqs,
                 "gears": tuple(config.compilation_config.cudagraph_capture_sizes or ()),
             }
-            for _ in range(engines)
+            for held in requests
         ]
-        client = self.engine.engine_core
-        index = {identity: k for k, identity in enumerate(client.core_engines)}
-        for name, state in self.engine.output_processor.request_states.items():
-            engine = index.get(client.reqs_in_flight.get(name)) if engines > 1 else 0
-            if engine is not None:  # else it has just ended, and its last output is on the way
-                states[engine]["requests"].append(
-                    Request(
-                        id=name,
-                        tokens=state.prompt_len + len(state.detokenizer.output_token_ids),
-                        waiting=state.is_prefilling,  # no token yet: queued or in a prefill, cheap to redo
-                    )
-                )
-        return states
+
+    async def _held_by(self, engine: bytes) -> list[Request]:
+        """Unfinished requests of an engine, as its scheduler has them, or had them before a long step.
+
+        What was sent to it since is queued; what it does not have any more has just ended.
+        """
+        client, unfinished = self.engine.engine_core, self.engine.output_processor.request_states
+        said: dict[bytes, tuple] = self.__dict__.setdefault("_said_of_requests", {})
+        sent = set(unfinished)
+        asked = client._call_utility_async("held_requests", engine=engine)
+        with contextlib.suppress(TimeoutError):
+            said[engine] = sent, *await asyncio.wait_for(asked, ENGINE_S)
+        sent, holding, queued = said.get(engine, ((), [], []))
+        has = client.reqs_in_flight.get if len(client.core_engines) > 1 else lambda name: engine
+        new = [name for name in unfinished if name not in sent and has(name) == engine]
+        return [
+            Request(name, self._tokens(name), waiting)
+            for names, waiting in ((holding, False), ([*queued, *new], True))
+            for name in names
+            if name in unfinished
+        ]
+
+    def _tokens(self, request_id: str) -> int:
+        """Of its prompt and response, so far."""
+        state = self.engine.output_processor.request_states[request_id]
+        return state.prompt_len + len(state.detokenizer.output_token_ids)
 
     async def give_up_requests(self, targets: Mapping[str, str]) -> list[str]:
         """Abort requests that are still here and may move; `take_target` gives each caller its target.
@@ -205,10 +239,9 @@ class MovableRequests:
         if self.kv_depot is None:
             return False
         config, state = self.config.rollout_rebalance, self.engine.output_processor.request_states[request_id]
-        tokens = state.prompt_len + len(state.detokenizer.output_token_ids)
         node = address_of(target).rpartition(":")[0].strip("[]")
         reached = config.kv_directory or (self.nnodes == 1 and node == self._server_address)
-        return bool(reached and not state.is_prefilling and tokens >= config.send_kv_tokens)
+        return bool(reached and not state.is_prefilling and self._tokens(request_id) >= config.send_kv_tokens)
 
     async def sent_kv(self, request_id: str) -> str | None:
         """Where the KV of an aborted request is, once it is saved; None if it was not."""
@@ -253,6 +286,11 @@ class MovableRouting:
         if target in self._inflight_requests:
             self._request_id_to_server[request_id] = target
         return self.acquire_server(request_id)
+
+    def leave_server(self, server_id: str) -> None:
+        """Count a request off its server; nothing where that has been dropped meanwhile, with its count."""
+        if self._inflight_requests.get(server_id):
+            self._inflight_requests[server_id] -= 1
 
     def drop_server(self, server_id: str) -> int:
         """Send no more requests to a dead server, whichever of its engines; returns how many are left."""
@@ -366,14 +404,14 @@ async def generate(
             if movable and part.stop_reason == "aborted":
                 target = await server.take_target.remote(hop)
             if target is None:
-                manager._release_server(server_id)
+                manager._load_balancer.leave_server.remote(server_id)
                 return output
             kv = await server.sent_kv.remote(hop)
-            manager._release_server(server_id)
+            manager._load_balancer.leave_server.remote(server_id)
         except BaseException as error:
             gone = has_died(error, actor_died)
             if not gone or not await manager._load_balancer.drop_server.remote(server_id):
-                manager._release_server(server_id)
+                manager._load_balancer.leave_server.remote(server_id)
                 raise
             logger.warning("rollout server %s died; request %s starts over elsewhere", server_id, name)
         server_id = await manager._load_balancer.move_request.remote(request_id, target)

@@ -185,7 +185,8 @@ class Restarts:
         servers, replica.servers = replica.servers, []
         for server in servers:
             ray.kill(server)
-        known = zip(beside(replica), self.processes.pop(replica.replica_rank), strict=True)
+        # One whose start failed may not have come to its last nodes.
+        known = zip(beside(replica), self.processes.pop(replica.replica_rank), strict=False)
         ray.get(
             [worker.__ray_call__.remote(end_processes, its) for worker, its in known if its], timeout=END_S
         )

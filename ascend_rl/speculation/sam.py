@@ -10,7 +10,7 @@ does not repeat gets no drafts.
 
 - A text gives the same automaton whether it arrives at once, in pieces or interleaved with others; no
   substring spans two texts. Drafting never changes the automaton.
-- A call does a bounded amount of work. Later calls do the rest; until then there are no drafts.
+- A call does the work that its budget allows. Later calls do the rest; until then there are no drafts.
 - Memory is one mapping, handed out in chunks. When memory is short, groups without requests give theirs
   back, oldest group first. A token takes amortised O(1) time and at most 2 states and 3 edges; a draft of k
   tokens takes O(k).
@@ -50,8 +50,8 @@ TEXT = LATEST + RING
 GROUP_RECORD = FREE_BLOCKS + LARGEST + 1
 IDLE, ADDING, REDIRECTING = range(3)
 
-# BUDGET: steps of one call. LEARNING: suffixes of a text that learn its next token. STARTS: suffixes that a
-# draft may start from; they are compared over LOOKAHEAD tokens.
+# BUDGET: steps of one call, about 0.1 us each. LEARNING: suffixes of a text that learn its next token.
+# STARTS: suffixes that a draft may start from; they are compared over LOOKAHEAD tokens.
 BUDGET, LEARNING, STARTS, LOOKAHEAD = 16384, 32, 12, 6
 # Odds: 16 classes of suffix length, then the table's contexts by length; each without and with AGAIN.
 LENGTH_CLASSES, RATE = 16, 1 / 64
@@ -64,7 +64,7 @@ SHORTEST_SHARED = 8
 # Types of the compiled functions, so that there is one version of each, whatever is passed.
 MEM, ODDS, TEXTS = types.int32[::1], types.float64[::1], (types.int32[::1], types.int64[::1])
 INT, HASH, REAL, NONE = types.int64, types.uint64, types.float64, types.void
-DRAFTED = types.Tuple((INT, REAL))
+DRAFTED, PROPOSED = types.Tuple((INT, REAL)), types.UniTuple(INT, 2)
 
 
 @njit(NONE(MEM, INT, INT, INT), cache=True)
@@ -506,21 +506,23 @@ def _draft(mem, odds, text, out, chances, k, worth):
     return drafted
 
 
-@njit([INT(MEM, ODDS, INT, tokens, MEM, ODDS, INT, REAL) for tokens in TEXTS], cache=True)
-def _propose(mem, odds, text, tokens, out, chances, k, worth):
-    """Take in the new tokens, then draft. Returns the number of drafted tokens, or why there are none."""
+@njit([PROPOSED(MEM, ODDS, INT, tokens, MEM, ODDS, INT, REAL, INT) for tokens in TEXTS], cache=True)
+def _propose(mem, odds, text, tokens, out, chances, k, worth, budget):
+    """Take in the new tokens, then draft.
+
+    Returns the number of drafted tokens, or why there are none, and the rest of the budget.
+    """
     group, n = mem[text + GROUP], len(tokens)
     if n < mem[text + SEEN]:
-        return REPLACED
+        return REPLACED, budget
     for i in range(max(0, mem[text + SEEN] - RING), mem[text + SEEN]):
         if tokens[i] != mem[text + LATEST + i % RING]:
-            return REPLACED
-    budget = BUDGET
+            return REPLACED, budget
     while True:
         if mem[group + PHASE] != IDLE:
             budget = _extend(mem, group, budget)
             if mem[group + PHASE] != IDLE:
-                return 0
+                return 0, budget
             budget -= _take_in(mem, odds, group)
         whose = text
         if mem[text + SEEN] < 0:
@@ -533,13 +535,13 @@ def _propose(mem, odds, text, tokens, out, chances, k, worth):
         if whose == text and seen == n:
             break
         if budget <= 0:
-            return 0
+            return 0, budget
         if mem[USED] >= mem[LIMIT]:
-            return FULL
+            return FULL, budget
         if tokens[seen] < 0:
-            return NEGATIVE
+            return NEGATIVE, budget
         _begin(mem, group, whose, tokens[seen])
-    return _draft(mem, odds, text, out, chances, k, worth)
+    return _draft(mem, odds, text, out, chances, k, worth), budget
 
 
 @njit([types.int64[::1](tokens) for tokens in TEXTS], cache=True)
@@ -565,6 +567,7 @@ class SamDrafter:
     Attributes:
         chances: [tokens] of the latest draft: how likely it is right up to and with each of its tokens, by
             what was learned so far. Their sum is the number of tokens expected to be right.
+        spent: steps of the latest call.
     """
 
     def __init__(
@@ -634,20 +637,29 @@ class SamDrafter:
         return self._key("", tokens[:prompt_tokens]) in self._groups
 
     def seen(self, request_id: str) -> int:
-        """How many tokens of a request have been taken in; -1 if not even its prompt has."""
-        return int(self._memory[self._texts[request_id] + SEEN])
+        """How many tokens of a request, from the first of its prompt on, have been taken in."""
+        if (text := self._texts.get(request_id)) is None:
+            return 0
+        memory = self._memory
+        seen = memory[text + SEEN]
+        return int(seen if seen >= 0 else memory[memory[memory[text + GROUP] + PROMPT] + SEEN])
 
-    def propose(self, request_id: str, tokens: np.ndarray, prompt_tokens: int) -> np.ndarray:
+    def propose(
+        self, request_id: str, tokens: np.ndarray, prompt_tokens: int, budget: int = BUDGET
+    ) -> np.ndarray:
         """Take in the new part of ``tokens`` and draft what may follow.
 
-        After a long pause or a long prompt, the first few calls return no drafts. Tokens that do not continue
-        the known text of this id (judged by its last 8 tokens) start a new text.
+        Without a draft until all is taken in, which may take several calls after a long pause or a long
+        prompt. Tokens that do not continue the known text of this id (judged by its last 8 tokens) start a
+        new text.
 
         Args:
             request_id: any name; valid until `end`.
             tokens: [L] int32 or int64, contiguous: prompt and output so far.
             prompt_tokens: length of the prompt. Requests with equal prompts form a group, which requests join
                 whose prompt begins with that one (a request continued elsewhere, a later turn).
+            budget: steps of this call; the last token that it begins may take some more. With 0, the call
+                only makes the request known.
 
         Returns:
             [<= num_speculative_tokens] int32, empty where no token is worth drafting.
@@ -656,7 +668,7 @@ class SamDrafter:
         if text is None:
             text = self._start(request_id, tokens, prompt_tokens)
         work = self._draft, self._chances, self._k, self._worth
-        n = _propose(self._memory, self._odds, text, tokens, *work)
+        n, left = _propose(self._memory, self._odds, text, tokens, *work, budget)
         while n < 0:
             if n == NEGATIVE:
                 raise ValueError(f"request {request_id!r} has a token below 0: pass those that were sampled")
@@ -666,7 +678,8 @@ class SamDrafter:
             elif not self._free_oldest():
                 n = 0
                 break
-            n = _propose(self._memory, self._odds, text, tokens, *work)
+            n, left = _propose(self._memory, self._odds, text, tokens, *work, left)
+        self.spent = budget - left
         self.chances = self._chances[:n].copy()
         return self._draft[:n].copy()
 

@@ -16,7 +16,10 @@ more rarely while drafts do not pay, about LOOK_ROWS requests a step.
 
 A request may bring earlier responses to its prompt (`response_history`). They are taken in piece by piece.
 
-Cost of a step: O(new tokens) for requests that are looked at; the others catch up later.
+A step takes in no more text than one BUDGET allows, shared among requests and history: those with few new
+tokens are never held up by long prompts, which all get an equal part of the rest and catch up step by step.
+
+Cost of a step: O(new tokens) for requests that are looked at, up to BUDGET; the others catch up later.
 """
 
 from __future__ import annotations
@@ -31,14 +34,15 @@ from ascend_rl.settings.switch import CannotWork
 from ascend_rl.speculation import sam_options
 from ascend_rl.speculation.bs_threshold_for_spec_decode import step_time
 from ascend_rl.speculation.response_history import take_history
-from ascend_rl.speculation.sam import SamDrafter
+from ascend_rl.speculation.sam import BUDGET, SamDrafter
 
 MAX_DRAFT_TOKENS = 128
 """MAX_SPEC_LEN of vLLM's rejection sampler."""
 LOOK_ROWS = 32
+FEW = 64  # new tokens; requests with fewer take them in first, in the order of the batch
+LEAST_SHARE = 128  # of BUDGET, for each request, so that it keeps up with the tokens that it emits
 FORGET = 1 / 50  # what each step with drafts forgets of the drafts before
 ALLOWANCE, MOST_ALLOWED = 0.01, 1.0  # time to try poor drafts: a step's share, and saved up, in steps
-HISTORY_TOKENS = 8192  # of earlier responses that a step takes in, less than the last of them
 OTHER_METHODS = (
     "model", "quantization", "draft_tensor_parallel_size", "max_model_len", "prompt_lookup_max",
     "prompt_lookup_min", "speculative_token_tree", "disable_by_batch_size",
@@ -103,6 +107,7 @@ class SamProposer:
         self.expected = 0.0  # tokens of these drafts that should be right
         self.came_true = self.promised = 1.0  # tokens of lately verified drafts: right, and expected right
         self.wait = 0  # steps until the next look
+        self.behind: set[str] = set()  # requests whose text is not all taken in; these are looked at anyway
         self.allowed = MOST_ALLOWED  # time for trials, in steps
         self.paid = 0.0  # for the drafts that are being verified, if they are a trial
 
@@ -131,18 +136,19 @@ class SamProposer:
         for request_id in self.known - requests.keys():
             self.drafter.end(request_id)
         self.known &= requests.keys()
-        self._take_in_history()
+        left = BUDGET - self._take_in_history(BUDGET // 2)
         self._learn(input_batch.req_ids, sampled_token_ids)
         none: list[list[int]] = [[] for _ in sampled_token_ids]
+        looked_at = [
+            row
+            for row, name in enumerate(input_batch.req_ids)
+            if sampled_token_ids[row] and (not self.wait or name in self.behind)
+        ]
+        drafts, chances = self._look(looked_at, input_batch, requests, left)
         if self.wait:
             self.wait -= 1
             return none
-        drafts, chances = [], []
-        for row, (request_id, sampled) in enumerate(zip(input_batch.req_ids, sampled_token_ids, strict=True)):
-            drafts.append(self._draft(request_id, row, input_batch, requests) if sampled else [])
-            chances.append(self.drafter.chances[: len(drafts[-1])])
-        rows = sum(map(bool, sampled_token_ids))
-        lengths = [len(draft) for draft in drafts]
+        rows, lengths = len(looked_at), [len(draft) for draft in drafts]
         if graph_tokens is not None and rows == len(drafts) and any(drafts):
             drafts = self._pad(drafts, input_batch, requests, graph_tokens)
         else:  # no graph, as after a part of a prompt, which the next part follows
@@ -205,31 +211,56 @@ class SamProposer:
         if texts and not self.drafter.knows(*texts[0]):
             for number, (tokens, prompt_tokens) in enumerate(texts):
                 name = f"{request_id}/{number}"
-                self.drafter.propose(name, tokens[:prompt_tokens], prompt_tokens)  # what follows joins it
+                self.drafter.propose(name, tokens[:prompt_tokens], prompt_tokens, 0)  # what follows joins it
                 self.history.append((name, tokens, prompt_tokens))
 
-    def _take_in_history(self) -> None:
-        """Take in up to HISTORY_TOKENS of the queue, as texts of finished requests, or what a call does.
+    def _take_in_history(self, budget: int) -> int:
+        """Take in what the budget allows of the queue, as texts of finished requests. Returns the steps.
 
         Half of the memory is left for texts that will grow.
         """
-        left = HISTORY_TOKENS
+        left = budget
         while self.history and left > 0:
             name, tokens, prompt_tokens = self.history[0]
-            end = prompt_tokens + self.taken + left
             if room := self.drafter.make_room(self.drafter.max_bytes // 2):
-                self.drafter.propose(name, tokens[:end], prompt_tokens)
+                self.drafter.propose(name, tokens, prompt_tokens, left)
+                left -= self.drafter.spent
                 before, self.taken = self.taken, max(self.drafter.seen(name) - prompt_tokens, 0)
                 count("sam_history", self.taken - before)
-                left -= self.taken - before
             if prompt_tokens + self.taken == len(tokens) or not room:
                 self.drafter.end(name)
                 self.history.popleft()
                 self.taken = 0
-            elif left > 0:
-                break  # the call has done its work; the rest comes with the next step
+            else:
+                break  # the budget is spent, or the memory
+        return budget - left
 
-    def _draft(self, request_id: str, row: int, input_batch, requests: dict) -> list[int]:
+    def _look(
+        self, rows: list[int], input_batch, requests: dict, budget: int
+    ) -> tuple[list[list[int]], list[np.ndarray]]:
+        """Take in the text of these rows. Their drafts, by row of the batch, and the chances of the tokens.
+
+        The budget is shared: what rows with few new tokens leave goes to the others in equal parts.
+        """
+        drafts, chances = [[] for _ in input_batch.req_ids], [np.empty(0) for _ in input_batch.req_ids]
+
+        def new(row: int) -> int:
+            length, seen = input_batch.num_tokens_no_spec[row], self.drafter.seen(input_batch.req_ids[row])
+            return int(length - seen) // FEW
+
+        self.behind = set()
+        for done, row in enumerate(sorted(rows, key=new)):
+            request_id, share = input_batch.req_ids[row], max(budget // (len(rows) - done), LEAST_SHARE)
+            drafts[row], spent = self._draft(request_id, row, input_batch, requests, share)
+            chances[row], budget = self.drafter.chances[: len(drafts[row])], budget - spent
+            if spent >= share:
+                self.behind.add(request_id)
+        return drafts, chances
+
+    def _draft(
+        self, request_id: str, row: int, input_batch, requests: dict, budget: int
+    ) -> tuple[list[int], int]:
+        """A draft for a request, and the steps that it took."""
         if request_id not in self.known:
             self._bring_history(request_id, requests[request_id].sampling_params)
         self.known.add(request_id)
@@ -237,9 +268,9 @@ class SamProposer:
         params = requests[request_id].sampling_params
         room = min(self.max_model_len, prompt + params.max_tokens) - length - 1
         if room < 1 or not takes_drafts(params, length - prompt):
-            return []
+            return [], 0
         tokens: np.ndarray = input_batch.token_ids_cpu[row, :length]
-        return self.drafter.propose(request_id, tokens, prompt)[:room].tolist()
+        return self.drafter.propose(request_id, tokens, prompt, budget)[:room].tolist(), self.drafter.spent
 
     def _pad(
         self, drafts: list[list[int]], input_batch, requests: dict, graph_tokens: int

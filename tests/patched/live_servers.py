@@ -164,6 +164,22 @@ def prefills(server: vLLMHttpServer) -> list[tuple[str, int, int]]:
     return [(id, *prefill) for id, prefill in client.prefills.items()]
 
 
+def scheduled(server: vLLMHttpServer) -> list[list[tuple[int, int]]]:
+    """Of each engine, by step since the first call: requests that its scheduler runs, and that wait."""
+    stats = server.engine.stats
+    if not hasattr(stats, "scheduled"):
+        stats.scheduled, record = [[] for _ in server.engine.engine_core.core_engines], stats.record
+
+        def noted(outputs):
+            record(outputs)
+            if found := outputs.scheduler_stats:
+                counts = found.num_running_reqs, found.num_waiting_reqs
+                stats.scheduled[outputs.engine_index].append(counts)
+
+        stats.record = noted
+    return stats.scheduled
+
+
 def requests_unfinished(server: vLLMHttpServer) -> int:
     return server.engine.output_processor.get_num_unfinished_requests()
 

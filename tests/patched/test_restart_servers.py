@@ -87,32 +87,34 @@ def test_a_server_that_was_not_asked_for_long_does_not_hang(monkeypatch):
 
 
 class Stubborn(Played):
-    """A replica that does not start the first times; its worker notes what it is asked to end."""
+    """A replica that the first times does not start beyond its first node; its workers note what they end."""
 
     gpus_per_replica_node = 1
 
-    def __init__(self, failures: int):
+    def __init__(self, failures: int, nodes: int):
         super().__init__()
-        self.servers, self.failures, self.ended, self.asleep = [], failures, [], False
+        self.nodes, self.servers, self.failures, self.ended, self.asleep = nodes, [], failures, [], False
         note = SimpleNamespace(remote=lambda function, its: self.ended.append(its))
-        self.workers = [SimpleNamespace(__ray_call__=note)]
+        self.workers = [SimpleNamespace(__ray_call__=note)] * nodes
 
     async def launch_servers(self):
         self.servers.append(self)
         self.failures -= 1
         if self.failures >= 0:
             raise RuntimeError("the engine:\naddress already in use")
+        self.servers += [self] * (self.nodes - 1)
 
     async def sleep(self):
         self.asleep = True
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("failures", [0, 1, 2])
-def test_a_server_that_does_not_start_is_started_once_more(monkeypatch, capfd, failures):
+def test_a_server_that_does_not_start_is_started_once_more(monkeypatch, capfd, failures, nodes):
     """A port that was found for an engine may be taken by the time the engine wants it."""
     import ray
 
-    killed, played = [], Stubborn(failures)
+    killed, played = [], Stubborn(failures, nodes)
     stub = SimpleNamespace(kill=killed.append, get=lambda *_, **__: [(7, 1.0)], exceptions=ray.exceptions)
     monkeypatch.setattr(server_restart, "ray", stub)
     monkeypatch.setattr(server_restart, "until_free", lambda replica: None)
@@ -124,7 +126,7 @@ def test_a_server_that_does_not_start_is_started_once_more(monkeypatch, capfd, f
             asyncio.run(starting)
     else:
         asyncio.run(starting)
-    assert played.asleep is (failures < 2) and len(played.servers) == 1
+    assert played.asleep is (failures < 2) and len(played.servers) == (1 if failures == 2 else nodes)
     once = failures > 0
     assert len(killed) == once and played.ended == [[(7, 1.0)]] * once
     assert ("did not start, once more: address already in use" in capfd.readouterr().out) is once

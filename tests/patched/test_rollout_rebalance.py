@@ -429,3 +429,57 @@ def test_the_requests_of_a_plan_are_computed_together(started, checkpoint, tmp_p
             break
     print(f"\n16 moves of a plan: their prefills are in {steps} steps")
     assert few == 3
+
+
+# Short of KV.
+
+
+@pytest.fixture(scope="module")
+def short_of_kv(started, checkpoint, tmp_path_factory):
+    """Two servers of one engine each, with KV for three requests of 106 tokens, and one graph for eight."""
+    from live_servers import Servers, configuration
+
+    class TwoServers(Servers):
+        engines, devices = (1, 1), ("", "")
+
+    vllm = "++actor_rollout_ref.rollout.engine_kwargs.vllm"
+    config = configuration(
+        checkpoint, tmp_path_factory.mktemp("short_of_kv"), f"{KEY}.enable=True", f"{KEY}.gears=[8]",
+        f"{KEY}.check_interval_s=0.02", "actor_rollout_ref.rollout.max_num_seqs=8",
+        f"{vllm}.num_gpu_blocks_override=22", f"{vllm}.block_size=16",
+    )  # fmt: skip
+    manager = TwoServers.create(config)
+    manager.rollout_config.rollout_rebalance.enable = False
+    return manager
+
+
+def test_preempted_requests_wait_and_move(short_of_kv, model):
+    """All six begin in one engine, which preempts three; the engine's own counts say so too."""
+    from live_servers import requests_unfinished, scheduled
+
+    sampling = [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 100, "engine": 0} for _ in range(6)]
+    server, seen, over = short_of_kv.server_handles[0], Counter(), asyncio.Event()
+
+    async def look():
+        while not over.is_set():
+            (state,) = await server.rollout_state.remote()
+            waiting = sum(request.waiting for request in state["requests"])
+            seen[len(state["requests"]) - waiting, waiting] += 1
+
+    async def until_over():
+        looking = asyncio.create_task(look())
+        await until_busy(server)
+        while await server.__ray_call__.remote(requests_unfinished):
+            await asyncio.sleep(0.01)
+        over.set()
+        await looking
+
+    rollout(short_of_kv, sampling)
+    asyncio.run(short_of_kv.on_servers(scheduled))
+    stayed = rollout(short_of_kv, sampling, beside=until_over)
+    steps, _ = map(Counter, asyncio.run(short_of_kv.on_servers(scheduled)))
+    found = moved(short_of_kv, sampling)
+    print(f"\n(running, waiting) by step: {steps}; by looks of the mover: {seen}; {found.did}")
+    assert steps[3, 3] > 10 and seen[3, 3]
+    assert found.did["moves_waiting"] > 0 == found.did["moves_running"] + found.did["failed"]
+    assert max(same(found, stayed), model(found.responses)) < 2e-5
