@@ -92,6 +92,9 @@ def lint(
     """
     train, env = Path(train_script), Path(env_script) if env_script else None
     run = dry_run(train, env, overrides)
+    if not run.confined:
+        fix = "check the script on a machine that can; the run itself does not need it"
+        return [Finding("warning", "script.unconfined", str(train), run.errors, fix)]
     if run.module == "ascend_rl.launch.start_roll":
         return ordered(_roll(run))
     scripts = {str(path): path.read_text(errors="replace") for path in (train, env) if path}
