@@ -33,7 +33,7 @@ FILE = re.compile(r"(?:.*/)?((?:verl|recipe)/(?:\w+/)*\w+)\.py")  # of a module 
 PYTHON = re.compile(r"(.*/)?python[\d.]*")
 ASKS_FOR_MODULE = re.compile(r"-[A-Za-z]*m|--module")
 OVERRIDE = re.compile(r"[+~]*(actor_rollout_ref|algorithm|critic|data|trainer)\.[\w.]+=")
-TRAINS = re.compile(r"main_(?!eval|gen)|train|start_roll")
+OTHER_TASK = re.compile(r"eval|generat|merge|convert|serve|data")  # of the last part of a module's name
 TEXT = re.compile(r"\b(verl|recipe)(\.\w|/)|\.sh\b")  # of a shell command that may lead to the training
 # File, line, name.
 UNBOUND = re.compile(r"^(\S+?): line (\d+): ([A-Za-z_]\w*)(?:\[.*\])?: unbound variable", re.M)
@@ -42,7 +42,7 @@ CLUSTER_HAS = (
     "accelerate conda deepspeed docker npu-smi nvidia-smi numactl pip python python3 ray torchrun".split()
 )
 
-# Read by every bash of the run. The trap leaves loops that wait, and `set -e` passes a missing file to source.
+# Read by every bash of the run. The trap leaves loops that wait, and spares a missing file to source.
 GUARD = r"""
 [[ -z ${DRY_RUN_UNSET:-} ]] || set -u
 command_not_found_handle() { exec -a "$1" "$DRY_RUN_PATH/python" "${@:2}"; }
@@ -97,7 +97,7 @@ def _start(argv: Sequence[str]) -> tuple[int, str]:
         if any(OVERRIDE.match(later) for later in argv[index + 1 :]):
             if ASKS_FOR_MODULE.fullmatch(before) and re.fullmatch(r"\w+(\.\w+)*", word):
                 return index, word
-            if PYTHON.fullmatch(before) and word.endswith(".py"):
+            if word.endswith(".py") and "=" not in word and not before.startswith("--"):
                 return index, word
     return 0, ""
 
@@ -178,7 +178,8 @@ def _execute(
         )
         starts = [(call, *_start(call.argv)) for call in calls]
         starts = [start for start in starts if start[1]]
-        for call, index, module in sorted(starts, key=lambda start: not TRAINS.search(start[2])):
+        starts.sort(key=lambda start: bool(OTHER_TASK.search(start[2].rpartition(".")[2])))
+        for call, index, module in starts[:1]:
             env = call.env | _assigned(call.argv[1:index])
             env["PATH"] = env.get("PATH", "").removesuffix(f":{guard['DRY_RUN_PATH']}")
             if env.get("TMPDIR") == guard["TMPDIR"]:
@@ -206,8 +207,28 @@ def dry_run(
         return Run(errors=str(error), confined=False)
 
 
+def _of_scheduler(name: str, script: Path) -> str:
+    """What a scheduler would set a variable to; empty if it is none of its variables.
+
+    >>> _of_scheduler("SLURM_PROCID", Path("train.sh")), _of_scheduler("DATA", Path("train.sh"))
+    ('0', '')
+    """
+    if not re.match(r"(SLURM|SLURMD|PBS|LSB|SGE)_", name):
+        return ""
+    if name.endswith("DIR"):
+        return os.getcwd()
+    if re.search("NODELIST|NODENAME|NODEFILE|HOSTS?$|PARTITION|JOB_NAME", name):
+        return "localhost"
+    if name.endswith(("PROCID", "NODEID", "LOCALID", "TASK_ID")):
+        return "0"
+    text = script.read_text(errors="replace") if "NODES" in name else ""
+    nodes = re.search(r"^#SBATCH\s+(?:--nodes[=\s]|-N\s*)(\d+)", text, re.M)
+    return nodes[1] if nodes else "1"
+
+
 def _dry_run(train: Path, env_script: Path | None, overrides: Sequence[str], given: dict[str, str]) -> Run:
     """Run the scripts until no new variable is found that nothing set."""
+    given.setdefault("USER", "user")
     variables = dict(given)
     found: list[tuple[str, str]] = []
     while True:
@@ -215,6 +236,9 @@ def _dry_run(train: Path, env_script: Path | None, overrides: Sequence[str], giv
         match = UNBOUND.search(run.errors)
         if not match or match[3] in variables or len(found) == UNSET_VARIABLES:
             break
+        if value := _of_scheduler(match[3], train):
+            variables[match[3]] = given[match[3]] = value
+            continue
         found.append((f"{match[1]}:{match[2]}", match[3]))
         variables[match[3]] = ""
     if found or not run.module:
