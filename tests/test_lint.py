@@ -540,14 +540,14 @@ def test_a_script_that_ends_early_says_why(tmp_path):
 
 
 WHOLE = """
-data.train_files=/d/t.parquet data.val_files=/d/v.parquet data.train_batch_size=128 data.max_prompt_length=2048
-data.max_response_length=8192 algorithm.adv_estimator=grpo actor_rollout_ref.model.path=/data/Qwen3-8B
-actor_rollout_ref.actor.use_torch_compile=False actor_rollout_ref.actor.ppo_mini_batch_size=128
-actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=10240
-actor_rollout_ref.rollout.tensor_model_parallel_size=2
-actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8
-trainer.n_gpus_per_node=16 trainer.nnodes=1 trainer.device=npu trainer.save_freq=10
-trainer.logger=console
+data.train_files=/d/t.parquet data.val_files=/d/v.parquet data.train_batch_size=128
+data.max_prompt_length=2048 data.max_response_length=8192 algorithm.adv_estimator=grpo
+actor_rollout_ref.model.path=/data/Qwen3-8B actor_rollout_ref.actor.use_torch_compile=False
+actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.use_dynamic_bsz=True
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=10240
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.n=8 trainer.n_gpus_per_node=16 trainer.nnodes=1 trainer.device=npu
+trainer.save_freq=10 trainer.logger=console
 """.split()
 
 
