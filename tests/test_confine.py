@@ -186,6 +186,18 @@ def test_values_are_what_bash_and_the_tools_say(room):
     assert not [name for name in run.env if name.startswith(("DRY_RUN", "BASH_"))]
 
 
+def test_an_environment_script_starts_nothing_either(room, monkeypatch):
+    from ascend_rl.preflight import preflight
+
+    script = room / "train.sh"
+    script.write_text(f"export A=$(echo 1)\n{room}/bin/python3\nrm kept\necho lost > kept\nB=2\n")
+    env, found = preflight.sourced(str(script))
+    assert found == [] and (env["A"], env["PATH"], env.get("B")) == ("1", os.environ["PATH"], None)
+    script.write_text("export A=1\nsource /nonesuch/env.sh\n")
+    _, (finding,) = preflight.sourced(str(script))
+    assert finding.severity == "error" and "/nonesuch/env.sh: No such file" in finding.why
+
+
 ENDLESS = [
     "while :; do :; done",
     "sleep() { :; }; while :; do cat /dev/null; done",

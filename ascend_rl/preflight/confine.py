@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import platform
@@ -98,7 +99,6 @@ REFUSED = [
 ALLOW, ERRNO, NOTIFY, KILLED = 0x7FFF0000, 0x00050000, 0x7FC00000, 0x80000000
 RECEIVE, SEND, ADD_FD = 0xC0502100, 0xC0182101, 0x40182103
 GO_ON = 1  # SECCOMP_USER_NOTIF_FLAG_CONTINUE
-EPERM, EACCES = 1, 13
 AF_NETLINK = 16  # `hostname -I` reads addresses by it
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -156,16 +156,16 @@ def _program(machine: str) -> bytes:
         give(KILLED),
         load(0),
         (0x35, 0, 1, 0x40000000),
-        give(ERRNO | EPERM),
+        give(ERRNO | errno.EPERM),
     ]
     for call in (EXECVE, EXECVEAT, CREAT, UNLINK, UNLINKAT):
         lines += when(call, give(NOTIFY))
     lines += when(OPEN, *opens(24)) + when(OPENAT, *opens(32))
-    lines += when(SOCKET, load(16), (0x15, 1, 0, AF_NETLINK), give(ERRNO | EACCES), give(ALLOW))
+    lines += when(SOCKET, load(16), (0x15, 1, 0, AF_NETLINK), give(ERRNO | errno.EACCES), give(ALLOW))
     for call in NOTHING:
         lines += when(call, give(ERRNO))
     for call in REFUSED:
-        lines += when(call, give(ERRNO | EPERM))
+        lines += when(call, give(ERRNO | errno.EPERM))
     lines.append(give(ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
@@ -263,6 +263,7 @@ class _Judge:
         self.room = os.path.realpath(room) + os.sep
         self.calls: list[Call] = []
         self.count = 0
+        self.unable = ""  # what this machine does not let us do
         self.allowed = _system((*SHELLS, *TOOLS))
         self.true = shutil.which("true", path="/bin:/usr/bin") or "/bin/true"
         self.null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -274,13 +275,14 @@ class _Judge:
         except OSError:
             return  # the process is gone
         key, pid, _, number, _, _, *args = struct.unpack("=QIIiIQ6Q", notice)
-        value, error, flags = 0, EACCES, 0
-        with contextlib.suppress(OSError, struct.error):
-            memory = _Memory(pid)
-            try:
+        value, error, flags = 0, errno.EACCES, 0
+        try:
+            with contextlib.closing(_Memory(pid)) as memory:
                 value, error, flags = self.judged(key, pid, number, args, memory)
-            finally:
-                memory.close()
+        except PermissionError as refused:
+            self.unable = f"{refused.filename}: {refused.strerror}"
+        except (OSError, struct.error):
+            pass  # the process is gone
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.listener, SEND, bytearray(struct.pack("=QqiI", key, value, -error, flags)))
 
@@ -306,10 +308,15 @@ class _Judge:
         if self.harmless(pid, path):
             return 0, 0, GO_ON
         if is_(UNLINK, UNLINKAT):
-            return 0, EPERM, 0
+            return 0, errno.EPERM, 0
         cloexec = 0 if is_(CREAT) else args[1 + at] & os.O_CLOEXEC
         added = bytearray(struct.pack("=QIIII", key, 0, self.null, 0, cloexec))
-        return fcntl.ioctl(self.listener, ADD_FD, added), 0, 0
+        try:
+            return fcntl.ioctl(self.listener, ADD_FD, added), 0, 0
+        except OSError as refused:
+            if refused.errno in (errno.EINVAL, errno.ENOTTY):
+                self.unable = "its kernel hands over no files"
+            raise
 
     def harmless(self, pid: int, path: str) -> bool:
         """Whether writing there changes nothing outside the run."""
@@ -353,6 +360,13 @@ def _waiting(pid: int) -> str:
     return ""
 
 
+def _unconfined(why: str) -> Unconfined:
+    return Unconfined(
+        f"the script was not run: this machine cannot keep it from starting programs ({why}); that takes "
+        "Linux 5.9 or later on x86_64 or aarch64, seccomp notifications, and access to a child's memory"
+    )
+
+
 def run(
     command: Sequence[str],
     environment: Mapping[str, str],
@@ -386,12 +400,14 @@ def run(
             ours.settimeout(timeout_s)
             message, fds, *_ = socket.recv_fds(ours, 4096, 1)
             if not fds:
-                raise Unconfined(
-                    f"the script was not run: this machine cannot keep it from starting programs "
-                    f"({message[1:].decode() or 'no answer'}); that takes Linux 5.9 or later with seccomp "
-                    "notifications, on x86_64 or aarch64"
-                )
-            return _attend(process, fds[0], _Judge(fds[0], keep, room), stdin.encode(), timeout_s)
+                raise _unconfined(message[1:].decode() or "no answer")
+            judge = _Judge(fds[0], keep, room)
+            outcome = _attend(process, fds[0], judge, stdin.encode(), timeout_s)
+            if judge.unable:
+                raise _unconfined(judge.unable)
+            return outcome
+        except TimeoutError:
+            return Outcome([], "", "", f"no start within {timeout_s:.0f} s: the machine is overloaded")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

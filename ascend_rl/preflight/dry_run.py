@@ -13,12 +13,13 @@ to source, a loop that waits for a node. Cost: about 0.1 s a run, and one run fo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -127,12 +128,17 @@ def _keep(argv: list[str]) -> bool:
     return bool(_start(argv)[0] or "--out" in argv or _inner(Call(argv, stdin="?"))[1] or ".sh" in str(argv))
 
 
+def _system(name: str) -> str:
+    """A program of the system."""
+    return shutil.which(name, path=confine.SYSTEM) or name
+
+
 def _fill(directory: Path) -> dict[str, str]:
     """Create what the dry run needs in `directory`; returns the variables for it."""
     tools = directory / "bin"
     tools.mkdir()
     for name in CLUSTER_HAS:
-        (tools / name).symlink_to(shutil.which("true", path=confine.SYSTEM))
+        (tools / name).symlink_to(_system("true"))
     (directory / "guard.bash").write_text(GUARD)
     (directory / "tmp").mkdir()
     return {
@@ -151,25 +157,57 @@ def _followed(outcome: Outcome, room: str, deadline: float, depth: int = FOLLOWE
         left = deadline - time.monotonic()
         if depth and left > 0 and command and not _start(call.argv)[0]:
             env = call.env | _assigned(call.argv[:index])
-            command[0] = shutil.which("bash", path=confine.SYSTEM)
+            command[0] = _system("bash")
             inner = confine.run(command, env, room, _keep, call.cwd, call.stdin, left)
             yield from _followed(inner, room, deadline, depth - 1)
+
+
+@contextlib.contextmanager
+def _guarded(variables: Mapping[str, str]) -> Iterator[tuple[dict[str, str], Callable[[dict], dict]]]:
+    """The environment of a dry run, and what takes its own variables out of an environment again."""
+    with tempfile.TemporaryDirectory(prefix="dry_run_") as temporary:
+        guard = _fill(Path(temporary))
+        tools = f":{guard['DRY_RUN_PATH']}"
+
+        def cleaned(env: dict[str, str]) -> dict[str, str]:
+            env = {name: value for name, value in env.items() if not name.startswith(("DRY_RUN", "BASH_"))}
+            env["PATH"] = env.get("PATH", "").removesuffix(tools)
+            if env.get("TMPDIR") == guard["TMPDIR"]:
+                del env["TMPDIR"]
+                env |= {"TMPDIR": variables["TMPDIR"]} if "TMPDIR" in variables else {}
+            return env
+
+        yield {**variables, **guard, "PATH": variables.get("PATH", os.defpath) + tools}, cleaned
+
+
+def exports(script: Path) -> Run:
+    """The environment that sourcing a script here leads to, as `env` of the run; empty if sourcing fails."""
+    with _guarded(os.environ) as (environment, cleaned):
+        del environment["BASH_ENV"]  # what is missing here will be missing in the run
+        code = 'set -euo pipefail; . "$1" >&2; exec "$DRY_RUN_PATH/env_of_script"'
+        (Path(environment["DRY_RUN_PATH"]) / "env_of_script").symlink_to(_system("true"))
+        command = [_system("bash"), "-c", code, "bash", str(script.resolve())]
+        try:
+            outcome = confine.run(
+                command, environment, environment["TMPDIR"], lambda words: words[0].endswith("env_of_script")
+            )
+        except confine.Unconfined as error:
+            return Run(errors=str(error), confined=False)
+        env = cleaned(outcome.calls[-1].env) if outcome.calls else {}
+        return Run(env=env, errors=outcome.stopped or outcome.err)
 
 
 def _execute(
     train: Path, env_script: Path | None, overrides: Sequence[str], variables: dict[str, str], unset: bool
 ) -> Run:
     """One run, without what is unset."""
-    with tempfile.TemporaryDirectory(prefix="dry_run_") as temporary:
-        guard = _fill(Path(temporary))
+    with _guarded(variables) as (environment, cleaned):
         source = 'env=$1 train=$2; shift 2; [ -z "$env" ] || . "$env"; exec bash "$train" "$@"'
-        bash = shutil.which("bash", path=confine.SYSTEM)
-        command = [bash, "-c", source, "bash", str(env_script or ""), str(train), *overrides]
-        path = f"{variables.get('PATH', os.defpath)}:{guard['DRY_RUN_PATH']}"
-        environment = variables | guard | {"PATH": path} | ({"DRY_RUN_UNSET": "1"} if unset else {})
-        deadline = time.monotonic() + TIMEOUT_S
-        outcome = confine.run(command, environment, guard["TMPDIR"], _keep, timeout_s=TIMEOUT_S)
-        calls = list(_followed(outcome, guard["TMPDIR"], deadline))[::-1]
+        command = [_system("bash"), "-c", source, "bash", str(env_script or ""), str(train), *overrides]
+        environment |= {"DRY_RUN_UNSET": "1"} if unset else {}
+        room, deadline = environment["TMPDIR"], time.monotonic() + TIMEOUT_S
+        outcome = confine.run(command, environment, room, _keep, timeout_s=TIMEOUT_S)
+        calls = list(_followed(outcome, room, deadline))[::-1]
         errors = outcome.stopped or outcome.err or outcome.out
         makes = tuple(
             call.argv[call.argv.index("--out") + 1]
@@ -180,12 +218,7 @@ def _execute(
         starts = [start for start in starts if start[1]]
         starts.sort(key=lambda start: bool(OTHER_TASK.search(start[2].rpartition(".")[2])))
         for call, index, module in starts[:1]:
-            env = call.env | _assigned(call.argv[1:index])
-            env["PATH"] = env.get("PATH", "").removesuffix(f":{guard['DRY_RUN_PATH']}")
-            if env.get("TMPDIR") == guard["TMPDIR"]:
-                del env["TMPDIR"]
-                env |= {"TMPDIR": variables["TMPDIR"]} if "TMPDIR" in variables else {}
-            env = {name: value for name, value in env.items() if not name.startswith(("DRY_RUN", "BASH_"))}
+            env = cleaned(call.env | _assigned(call.argv[1:index]))
             return Run(module, tuple(call.argv[index + 1 :]), env, (), errors, makes, call.cwd)
         return Run(errors=errors)
 
