@@ -58,32 +58,36 @@ $(id -u): build .venv from one that all may run, or build a checkout of your own
     importable ascend_rl verl || die "the patched frameworks cannot be imported; $advice"
 }
 
-# hydra_overrides ARGS...: print the overrides as Hydra's grammar wants them, each with a NUL at its end. It knows a path such
-# as /data/it's (new) only in quotes. Lists, maps, quoted values, functions and choices are what they are.
+# hydra_overrides ARGS...: OVERRIDES, the same as Hydra's grammar wants them. It knows a path such as /data/it's (new) only in
+# quotes. Lists, maps, quoted values, functions and choices are what they are.
 hydra_overrides() {
-    local LC_ALL=C argument value
+    local LC_ALL=C argument value quoted slashes i
     local plain='^[A-Za-z0-9_./:%@?|*+ $-]*$' grammar="^([[{'\"]|[A-Za-z_]+[(].*[)]\$)" choice='^[^/ ]*,[^/ ]*$'
+    OVERRIDES=()
     for argument in "$@"; do
         value="${argument#*=}"
         if [[ "$argument" == [A-Za-z+~]*=* && ! "$value" =~ $plain && ! "$value" =~ $grammar ]] &&
             [[ ! "$value" =~ $choice || "$argument" == *experiment_name=* ]]; then
-            value="$(sed -E "s/(\\\\*)'/\\1\\1\\\\'/g; s/(\\\\*)\$/\\1\\1/" <<<"$value")"
-            argument="${argument%%=*}='$value'"
+            quoted='' slashes=''  # before a quote, backslashes are doubled
+            for ((i = 0; i < ${#value}; i++)); do
+                case "${value:i:1}" in
+                \\) slashes+=\\ ;;
+                \') quoted+="$slashes$slashes\\'" slashes='' ;;
+                *) quoted+="$slashes${value:i:1}" slashes='' ;;
+                esac
+            done
+            argument="${argument%%=*}='$quoted$slashes$slashes'"
         fi
-        printf '%s\0' "$argument"
+        OVERRIDES+=("$argument")
     done
 }
 
 # train MODULE ARGS...: replace the script by `python -m MODULE ARGS...`. With DRY_RUN=1 only print what would run, as
-# JSON {"module", "args", "env"}: preflight and tests read it. Variables whose names tell of a secret are "(set)" there.
+# JSON {"module", "args", "env"} without secrets: preflight and tests read it.
 train() {
-    mapfile -d '' -t ARGS < <(hydra_overrides "$@")
-    set -- "${ARGS[@]}"
-    [ "${DRY_RUN:-0}" != 1 ] || exec python3 -c '
-import json, os, re, sys
-secret = re.compile("TOKEN(?!S|IZERS|_FILE)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH(?!_MODE)", re.I)
-env = {name: "(set)" if value and secret.search(name) else value for name, value in os.environ.items()}
-print(json.dumps({"module": sys.argv[1], "args": sys.argv[2:], "env": env}))' "$@"
+    hydra_overrides "$@"
+    set -- "${OVERRIDES[@]}"
+    [ "${DRY_RUN:-0}" != 1 ] || exec python3 -c "$(cat "$ROOT/ascend_rl/settings/hidden.py")" "$@"
     [ -z "${WARM_PYTHON:-}" ] || set -- "$@" "++ray_kwargs.ray_init.runtime_env.py_executable=$WARM_PYTHON"
     exec "${WARM_PYTHON:-python}" -m "$@"
 }

@@ -408,6 +408,31 @@ input()
     assert free_port() == given[0], "that process has ended"
 
 
+TINY = ("internal/train_gspo_qwen3_tiny_cpu.sh", "internal/cpu_env.sh")
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "said"),
+    [
+        (["README.md"], {}, "README.md: it is not a bash script"),
+        (["frameworks.lock"], {}, "starts no training of verl"),
+        ([TINY[0], "README.md"], {}, "README.md: it is not a bash script"),
+        ([*TINY, "trainer.nonesuch=1"], {}, "trainer.nonesuch: the patched verl has no such key"),
+        ([*TINY, "++x=["], {}, "++x=[: "),
+        ([*TINY, "++x=["], {"SMOKE": "1"}, "++x=[: "),
+        (["README.md"], {"SMOKE": "1"}, "README.md: it is not a bash script"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(given, variables, said, tmp_path):
+    """In a sentence, with status 1; for a rehearsal too."""
+    environment = os.environ | variables | {"OUTPUT_DIR": str(tmp_path / "out"), "CLUSTER_TOKEN": "0" * 64}
+    command = ["bash", "ray_start_npu.sh", "--dry-run", *given]
+    root = Path(__file__).resolve().parent.parent
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 1 and said in run.stderr, run.stdout + run.stderr
+    assert "Traceback" not in run.stderr and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("missing", [False, True])
 def test_a_dry_run_misses_the_inputs_that_the_run_would_miss(missing, tiny, tmp_path):
     """The recipe of the quickstart, with a model that is there and one that is not; nothing is started."""

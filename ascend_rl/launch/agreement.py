@@ -34,6 +34,7 @@ from ascend_rl.launch.launch_plan import ROOT, Plan
 from ascend_rl.preflight import node_facts
 from ascend_rl.preflight.dry_run import Run, dry_run
 from ascend_rl.preflight.tuning import table
+from ascend_rl.settings.hidden import is_secret
 from ascend_rl.settings.switch import CannotWork
 
 CLOCK_S = 10.0  # more is no drift, but a clock that nobody sets
@@ -47,7 +48,6 @@ PREFIXES = tuple(
 OF_A_HOST = re.compile(
     "^ASCEND_RL_|(_IP|_IFNAME|_ADDR|_ADDRESS|_PATH|_HOME|_DIR|_ROOT|_FILE|_RANK|_RANK_LOCAL|VISIBLE_DEVICES|DOCKER_RUNTIME)$"
 )
-SECRET = re.compile("TOKEN(?!S|IZERS)|SECRET|PASSW|CREDENTIAL|_KEY", re.I)
 # What to do about a difference, by the start of its name.
 FIXES = {
     "this repository": "bring the same commit to all nodes, without local edits",
@@ -77,7 +77,7 @@ def overrides(run: Run) -> dict[str, str]:
     found = {}
     for word in run.args:
         key, _, value = word.partition("=")
-        if not SECRET.search(key):
+        if not is_secret(key):
             found[key.lstrip("+")] = value.strip("'\"")
     return found
 
@@ -92,9 +92,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if (name.startswith(PREFIXES) or name in known)
-        and not OF_A_HOST.search(name)
-        and not SECRET.search(name)
+        if (name.startswith(PREFIXES) or name in known) and not OF_A_HOST.search(name) and not is_secret(name)
     }
 
 

@@ -48,7 +48,7 @@ from ascend_rl.launch.launch_plan import (
 )
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 from ascend_rl.launch.supervise import Ending, descendants, processes, supervise
-from ascend_rl.settings import counts
+from ascend_rl.settings import counts, hidden
 from ascend_rl.settings.logs import set_aside
 from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, switched_on
@@ -275,19 +275,21 @@ def preflight(plan: Plan) -> None:
 
 
 def check_inputs(plan: Plan) -> None:
-    """Raise CannotWork if an input of the run is missing, for a dry run: the recipe itself is not started.
+    """Raise CannotWork if the run would be refused, for a dry run: the recipe itself is not started.
 
-    Not for SMOKE=1, which brings inputs of its own, nor with SKIP_PREFLIGHT=1.
+    Not with SKIP_PREFLIGHT=1. SMOKE=1 brings inputs and sizes of its own; inputs are looked for on the head.
     """
-    if plan.role != "head" or plan.on("SKIP_PREFLIGHT") or switched_on("SMOKE"):
+    if plan.on("SKIP_PREFLIGHT"):
         return
     from ascend_rl.preflight.lint import lint  # Hydra: 0.4 s that a run does not need
 
     with mock.patch.dict(os.environ, plan.environment()):
-        found = lint(plan.script, plan.env_script or None, plan.overrides, here=True)
-    missing = [f for f in found if f.severity == "error" and f.check.startswith("paths.")]
-    if missing:
-        raise CannotWork("; ".join(f"{f.where}: {f.why} ({f.fix})" for f in missing))
+        found = lint(plan.script, plan.env_script or None, plan.overrides, here=plan.role == "head")
+    wrong = [f for f in found if f.severity == "error"]
+    if switched_on("SMOKE"):
+        wrong = [f for f in wrong if f.check.startswith(("script.", "config."))]
+    if wrong:
+        raise CannotWork("; ".join(f"{hidden.word(f.where)}: {hidden.text(f.why)} ({f.fix})" for f in wrong))
 
 
 # The run.
@@ -531,7 +533,6 @@ def keep_ray_logs(plan: Plan, directory: Path) -> None:
 
 def show(plan: Plan) -> None:
     """Print the plan."""
-    hidden = {"RAY_AUTH_TOKEN": "(set)"}
     print(f"run         {plan.run}: {plan.nnodes} node(s) x {plan.npus} NPUs")
     print(f"this node   {plan.role}, {plan.address} on {plan.interface or 'an unknown interface'}")
     print(
@@ -549,14 +550,14 @@ def show(plan: Plan) -> None:
             else "off"
         )
     )
-    for name, value in sorted((plan.environment() | hidden).items()):
-        print(f"variable    {name}={value}")
+    for name, value in sorted((plan.environment() | {"RAY_AUTH_TOKEN": "(set)"}).items()):
+        print(f"variable    {name}={hidden.variable(name, value)}")
     print(f"CANN        {os.environ.get('ASCEND_HOME_PATH', 'none found')}")
     print(f"preloaded   {os.environ.get('LD_PRELOAD', 'nothing')}")
     print(f"then        {plan.env_script or 'no ENV_SCRIPT'}")
-    print(f"starts      {shlex.join(plan.ray_start(Path('TMPDIR/ray'), lambda: 'PORT'))}")
+    print(f"starts      {shlex.join(hidden.words(plan.ray_start(Path('TMPDIR/ray'), lambda: 'PORT')))}")
     if plan.role == "head":
-        train = shlex.join(["bash", plan.script, *plan.overrides])
+        train = shlex.join(["bash", plan.script, *hidden.words(plan.overrides)])
         print(f"trains      {train}\n            (what that would run: DRY_RUN=1 {train})")
 
 

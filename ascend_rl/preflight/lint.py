@@ -17,9 +17,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from ascend_rl.preflight import (  # noqa: F401  (they fill RULES)
@@ -30,22 +33,99 @@ from ascend_rl.preflight import (  # noqa: F401  (they fill RULES)
     lint_sizes,
     lint_values,
 )
-from ascend_rl.preflight.dry_run import Run, dry_run
+from ascend_rl.preflight.dry_run import OTHER_TASK, Run, dry_run
 from ascend_rl.preflight.findings import READABLE, Finding, as_json, corrections, ordered, render
 from ascend_rl.preflight.lint_setup import RULES, Setup
-from ascend_rl.preflight.verl_config import Resolved, module_file, resolve
+from ascend_rl.preflight.verl_config import Resolved, module_file, resolve, split_arguments, version
 
 
 def _not_reached(run: Run) -> Finding:
     """The finding for a script that ended without starting to train."""
-    said = [line for line in run.errors.splitlines() if line and not line.startswith("+")]
+    said = [line for line in run.errors.splitlines() if line.strip() and not line.startswith("+")]
     return Finding(
         "error",
         "script.no_training",
         "dry run",
-        "the script calls no verl module; it ended with: " + (said[-1] if said else "no message"),
+        "the script starts no training of verl; it ended with: " + (said[-1][:200] if said else "no message"),
         "set the variables the script asks for, or correct it",
     )
+
+
+def _not_bash(script: Path) -> str:
+    """Why a file is no bash script; empty if it is one."""
+    data = script.read_bytes()
+    first = data[:200].partition(b"\n")[0]
+    if b"\0" in data[:8192]:
+        return "it is a binary file"
+    if first.startswith(b"#!") and not re.search(rb"\b(ba|da|k|z)?sh\b", first):
+        return f"its first line is {first.decode(errors='replace')}"
+    if script.suffix in OTHER_FILES:
+        return f"{script.suffix} is not the ending of one"
+    bash = [shutil.which("bash"), "--norc", "-O", "extglob", "-n", str(script)]
+    try:  # it only parses
+        parsed = subprocess.run(bash, capture_output=True, stdin=subprocess.DEVNULL, timeout=10, env={})
+    except subprocess.TimeoutExpired:
+        return "bash does not come to its end"
+    lines = parsed.stderr.decode(errors="replace").splitlines()
+    return lines[0].removeprefix(f"{script}: ")[:200] if parsed.returncode and lines else ""
+
+
+def _roots(run: Run) -> list[Path]:
+    """Where the run finds modules other than verl's."""
+    places = ["", *run.env.get("PYTHONPATH", "").split(":")]
+    return [Path(run.cwd, place) for place in dict.fromkeys(places)]
+
+
+def _foreign(run: Run) -> tuple[Finding, str, bool] | None:
+    """(finding, the module to check it as, whether its configuration is unknown) of a module not in verl."""
+    if module_file(run.module, _roots(run)).is_file():
+        return None
+    verl, main = f"verl {version()}", "verl.trainer.main_ppo"
+    recipe = ".".join(run.module.split(".")[:2])
+    if recipe == "recipe.dapo":
+        fix = f"start {main} with algorithm.filter_groups.enable=True (docs/dapo.md)"
+        return (
+            Finding("error", "script.unknown_module", run.module, f"{recipe} is not in {verl}", fix),
+            main,
+            False,
+        )
+    if run.module.startswith(("recipe.", "verl.")):
+        name = recipe if recipe.startswith("recipe.") else run.module
+        fix = f"start {main}, or run it from the checkout that has it"
+        return (
+            Finding("error", "script.unknown_module", run.module, f"{name} is not in {verl}", fix),
+            main,
+            True,
+        )
+    why = f"not a module of {verl}: checked as {main}, without what its own configuration sets"
+    fix = f"start {main}, or check it from the directory that the run starts in"
+    return Finding("warning", "script.foreign_module", run.module, why, fix), main, True
+
+
+def _of_main_ppo(args: Sequence[str]) -> list[str]:
+    """The arguments of recipe.dapo as verl.trainer.main_ppo takes them: with a configuration of verl."""
+    options, overrides = split_arguments(args)
+    megatron = any("megatron" in word for word in (*options.values(), *overrides))
+    return [f"--config-name=ppo_{'megatron_' * megatron}trainer", *overrides]
+
+
+class _Given(Setup):
+    """A run whose configuration is elsewhere: notes which keys a rule asks for."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.asked: set[str] = set()
+        super().__init__(*args, **kwargs)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def answers(self) -> bool:
+        """Whether all that was asked is given, so that the configuration cannot say otherwise."""
+        given = ("trainer.device", *self.given)
+        known = [key for key in self.asked for name in given if f"{key}.".startswith(f"{name}.")]
+        known += [key for key in self.asked for name in given if name.startswith(f"{key}.")]
+        return all(key in known or key.endswith("._target_") for key in self.asked)
 
 
 def _roll(run: Run) -> list[Finding]:
@@ -65,16 +145,18 @@ def _roll(run: Run) -> list[Finding]:
     return lint_roll.lint(config, int(run.env.get("NPUS_PER_NODE") or 0) or None, run.env)
 
 
+OTHER_FILES = (".md", ".rst", ".txt", ".py", ".ipynb", ".yaml", ".yml", ".json", ".toml", ".parquet")
+ALWAYS = ("script.", "env.", "config.")  # rules about what is written
 SUPERVISED = re.compile(r"verl\.trainer\.(fsdp_)?sft_trainer(_ray)?\b")
 
 
-def _supervised() -> Finding:
-    """The finding for a script of supervised fine-tuning, which these rules are not about."""
+def _other_task(what: str) -> Finding:
+    """The finding for a script that does something else, such as supervised fine-tuning."""
     return Finding(
         "info",
         "script.supervised",
         "dry run",
-        "the script starts supervised fine-tuning: its configuration is not checked",
+        f"the script starts {what}: its configuration is not checked",
         "read what it prints when it starts",
     )
 
@@ -91,37 +173,48 @@ def lint(
         here: the run will take place on this machine, so its paths, keys and interfaces must be on it.
     """
     train, env = Path(train_script), Path(env_script) if env_script else None
+    for script in filter(None, (train, env)):
+        if script.is_file() and (why := _not_bash(script)):
+            fix = "give a bash script that starts the training, such as internal/train_*.sh"
+            return [Finding("error", "script.not_bash", str(script), f"it is not a bash script: {why}", fix)]
     run = dry_run(train, env, overrides)
+    if not run.confined:
+        fix = "check the script on a machine that can; the run itself does not need it"
+        return [Finding("warning", "script.unconfined", str(train), run.errors, fix)]
     if run.module == "ascend_rl.launch.start_roll":
         return ordered(_roll(run))
     scripts = {str(path): path.read_text(errors="replace") for path in (train, env) if path}
     resolved = Resolved({})
     findings: list[Finding] = []
     if SUPERVISED.fullmatch(run.module) or (not run.module and SUPERVISED.search("".join(scripts.values()))):
-        return [_supervised()]
+        return [_other_task("supervised fine-tuning")]
+    if OTHER_TASK.search(run.module.rpartition(".")[2]):
+        return [_other_task(run.module)]
     if not run.module:
         findings.append(_not_reached(run))
-    elif not module_file(run.module).is_file():
-        findings.append(
-            Finding(
-                "error",
-                "script.unknown_module",
-                run.module,
-                "the patched verl has no such module",
-                "start verl.trainer.main_ppo",
-            )
-        )
     else:
+        module, args, partial = run.module, run.args, False
+        if foreign := _foreign(run):
+            finding, module, partial = foreign
+            findings.append(finding)
+            args = args if partial else _of_main_ppo(args)
         with mock.patch.dict(os.environ, run.env):  # for ${oc.env:...}
-            resolved = resolve(run.module, run.args)
+            resolved = resolve(module, args, _roots(run), partial)
         findings += resolved.findings
-    setup = Setup(run, resolved, scripts, extra=len(overrides), here=here)
+        if resolved.config and "actor_rollout_ref" not in resolved.config:
+            return [_other_task(run.module)]
+    kind = _Given if resolved.partial else Setup
+    setup = kind(run, resolved, scripts, extra=len(overrides), here=here)
     unknown = not all(
         setup.get(f"trainer.{key}") for key in ("nnodes", "n_gpus_per_node")
     )  # an empty variable
     for rule in RULES:
         if rule.id.startswith("script.") or (resolved.config and not (unknown and "parallel." in rule.id)):
-            findings += rule(setup)
+            seen = (
+                kind(run, resolved, scripts, extra=len(overrides), here=here) if resolved.partial else setup
+            )
+            found = rule(seen)
+            findings += found if not resolved.partial or rule.id.startswith(ALWAYS) or seen.answers() else []
     return ordered(findings)
 
 

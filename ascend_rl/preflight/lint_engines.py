@@ -7,6 +7,7 @@ the script says.
 from __future__ import annotations
 
 import ast
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -72,6 +73,13 @@ def _(s):
         yield f"{ROLLOUT}.max_num_batched_tokens", f"{tokens} without chunked prefill, sequences of {longest}"
 
 
+def _load(s: Setup) -> tuple[int, int]:
+    """The engines of the rollout, and the requests of a step."""
+    servers = s.dies // (s.rollout_tp * s.rollout_dp)
+    engines = servers * (s.rollout_dp if s.number(f"{ROLLOUT}.expert_parallel_size") > 1 else 1)
+    return engines, s.number("data.train_batch_size") * s.number(f"{ROLLOUT}.n")
+
+
 @rule(
     "rollout.seats",
     "info",
@@ -81,10 +89,8 @@ def _(s):
     fix="raise max_num_seqs as far as the KV cache allows, or lower the batch",
 )
 def _(s):
-    servers = s.dies // (s.rollout_tp * s.rollout_dp)
-    engines = servers * (s.rollout_dp if s.number(f"{ROLLOUT}.expert_parallel_size") > 1 else 1)
+    engines, requests = _load(s)
     seats = engines * s.number(f"{ROLLOUT}.max_num_seqs")
-    requests = s.number("data.train_batch_size") * s.number(f"{ROLLOUT}.n")
     if s.npu and engines and seats < requests:
         yield f"{ROLLOUT}.max_num_seqs", f"{seats} seats in {engines} engines, {requests} requests a step"
 
@@ -110,17 +116,19 @@ def _(s):
 @rule(
     "rollout.graph_sizes",
     "warning",
-    "the largest usable graph size is max_num_seqs (x 1 + speculative tokens)",
+    "the largest usable graph holds the requests of an engine, up to max_num_seqs (x 1 + speculative tokens)",
     why="larger decode batches run without a graph, 7.5 times slower in one report (vllm-ascend#16049)",
     fix="add that size to the capture sizes, or set max_num_seqs to one of them",
 )
 def _(s):
-    top = s.number(f"{ROLLOUT}.max_num_seqs") * s.decode_tokens
-    usable = [size for size in s.graph_sizes if size <= top]
-    if s.graphs and top not in usable:
+    engines, requests = _load(s)
+    seats = s.number(f"{ROLLOUT}.max_num_seqs")
+    largest = max((size for size in s.graph_sizes if size <= seats * s.decode_tokens), default=0)
+    batch = min(seats, math.ceil(requests / engines) if engines else seats) * s.decode_tokens
+    if s.graphs and largest < batch:
         yield (
             f"{ROLLOUT}.max_num_seqs",
-            f"full decode batches have {top} tokens, the largest usable graph {max(usable, default=0)}",
+            f"full decode batches have {batch} tokens, the largest usable graph {largest}",
         )
 
 

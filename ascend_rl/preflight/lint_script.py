@@ -46,7 +46,10 @@ def _lines(s: Setup) -> Iterator[tuple[str, str]]:
 )
 def _(s):
     for where, line in _lines(s):
-        if re.search(r"\b(pkill|killall)\b", line) or re.search(r"\bps\b.*\bgrep\b.*\bkill\b", line):
+        of_a_parent = re.search(r"\bpkill\b.*\s(-P|--parent)\b", line) and " -f" not in line
+        if (re.search(r"\b(pkill|killall)\b", line) and not of_a_parent) or re.search(
+            r"\bps\b.*\bgrep\b.*\bkill\b", line
+        ):
             yield where, line.strip()[:60]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ascend_rl.preflight import doctor, node_facts
+from ascend_rl.preflight.dry_run import exports
 from ascend_rl.preflight.findings import READABLE, Finding, as_json, corrections, render
 from ascend_rl.preflight.lint import lint
 
@@ -24,20 +24,19 @@ def sourced(script: str | None) -> tuple[dict[str, str], list[Finding]]:
     """The environment after sourcing `script` as ray_start_npu.sh does; unchanged if that fails."""
     if not script:
         return dict(os.environ), []
-    command = ["bash", "-euo", "pipefail", "-c", '. "$1" >&2 && env -0', "bash", str(Path(script).resolve())]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    if result.returncode:
-        said = (result.stderr.strip() or "no message").splitlines()[-1]
+    run = exports(Path(script))
+    if not run.env:
+        said = (run.errors.strip() or "no message").splitlines()[-1]
         return dict(os.environ), [
             Finding(
-                "error",
+                "error" if run.confined else "warning",
                 "env.script",
                 script,
-                f"sourcing it fails: {said}",
+                f"sourcing it fails: {said}" if run.confined else run.errors,
                 f"bash -euo pipefail -c '. {script}'",
             )
         ]
-    return dict(entry.split("=", 1) for entry in result.stdout.split("\0") if "=" in entry), []
+    return run.env, []
 
 
 def examine_cluster(address: str | None, lock: dict[str, dict]) -> list[Finding]:

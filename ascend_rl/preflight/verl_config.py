@@ -5,7 +5,8 @@ one. Here the config tree of the patched verl is composed as Hydra would, and th
 one with Hydra's own code. A refused one becomes a finding with the nearest valid name, and is still applied
 if its meaning is clear, so that the other checks see what was meant. A key that Hydra accepts because of its
 "+" must still be a field of the dataclass that verl makes of that node; the fields are read from verl's
-sources.
+sources. A configuration that is not on this machine (--config-path) is replaced by verl's own: which keys it
+adds is then unknown, and of what only it may set nothing is said (`partial`).
 
 Cost: 0.4 s to compose, once for each config name (cached), and 10 ms for the overrides.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import importlib.metadata
 import importlib.util
 import pickle
 import re
@@ -35,6 +37,7 @@ class Resolved:
     given: dict[str, list[str]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     defaults: dict[str, Any] = field(default_factory=dict)  # {key: value} without the overrides
+    partial: bool = False  # what is not given may have another value: the configuration is elsewhere
 
 
 def package() -> Path:
@@ -45,9 +48,22 @@ def package() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def module_file(module: str) -> Path:
-    """The file `python -m module` would run; it need not exist."""
-    return package().joinpath(*module.split(".")[1:]).with_suffix(".py")
+def version() -> str:
+    """verl's version; empty where it is not installed as a distribution."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("verl")
+    return ""
+
+
+def module_file(module: str, roots: Sequence[Path] = ()) -> Path:
+    """The file `python -m module` would run, in verl or below `roots`; it need not exist."""
+    if module.endswith(".py"):
+        return Path(*roots[:1], module)
+    parts = module.split(".")
+    places = [package().parent] if parts[0] == "verl" else list(roots)
+    files = [place.joinpath(*parts, *end) for place in places for end in ((), ("__main__",))]
+    files = [file.with_name(f"{file.name}.py") for file in files]
+    return next((file for file in files if file.is_file()), Path(*parts).with_suffix(".py"))
 
 
 def split_arguments(args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -69,14 +85,22 @@ def split_arguments(args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return options, overrides
 
 
-def config_source(module: str, options: dict[str, str]) -> tuple[Path, str]:
+def own_configs() -> Path:
+    """The directory of the configurations of verl's trainers."""
+    return (package() / "trainer/config").resolve()
+
+
+def config_source(module: str, options: dict[str, str], roots: Sequence[Path] = ()) -> tuple[Path, str]:
     """Directory and name of the primary config: the options, else those of the module's @hydra.main."""
-    file = module_file(module)
+    file = module_file(module, roots)
     main = re.search(r"@hydra\.main\(([^)]*)\)", file.read_text()) if file.is_file() else None
     declared = dict(re.findall(r"(config_\w+)\s*=\s*[\"']([^\"']+)", main[1])) if main else {}
     path = options.get("config-path") or declared.get("config_path", "config")
     name = options.get("config-name") or declared.get("config_name", "ppo_trainer")
-    return (file.parent / path).resolve(), name.removesuffix(".yaml")
+    directory = (file.parent / path.removeprefix("file://")).resolve()
+    if directory.parts[-3:] == own_configs().parts[-3:]:  # of another checkout of verl
+        directory = own_configs()
+    return directory, name.removesuffix(".yaml")
 
 
 @cache
@@ -85,8 +109,10 @@ def _composed(directory: Path, name: str, groups: tuple[str, ...]) -> tuple[byte
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
+    # Where a configuration builds on verl's, it names the place relative to where it is started.
+    search = [] if directory == own_configs() else [f"hydra.searchpath=['file://{own_configs()}']"]
     with initialize_config_dir(str(directory), version_base=None):
-        config = compose(name, overrides=list(groups))
+        config = compose(name, overrides=[*groups, *search])
     return pickle.dumps(config), OmegaConf.to_container(config, resolve=False)
 
 
@@ -182,12 +208,30 @@ def _added(plain: dict[str, Any], key: str) -> Finding | None:
     )
 
 
-def _unknown(plain: dict[str, Any], key: str) -> Finding:
+@cache
+def _asked_for() -> frozenset[tuple[str, str]]:
+    """(node, key) that verl asks for and its configuration need not have: data.get("gen_batch_size")."""
+    directories = ("trainer", "workers", "utils/dataset", "experimental")
+    files = [file for directory in directories for file in (package() / directory).rglob("*.py")]
+    asks = re.compile(r"\b(\w+)\.get\(\s*[\"'](\w+)[\"']")
+    return frozenset(pair for file in files for pair in asks.findall(file.read_text()))
+
+
+# Keys of verl-recipe's DAPO, and where verl's own DAPO reward manager has them.
+MOVED = {"reward_model.overlong_buffer.": "reward.reward_kwargs.overlong_buffer_cfg."}
+
+
+def _unknown(plain: dict[str, Any], key: str, value: str) -> Finding:
     """The finding for a key that Hydra refuses: what to write instead."""
+    for old, new in MOVED.items():
+        if key.startswith(old):
+            why = "the patched verl has it elsewhere, and asks for max_resp_len there: Hydra stops"
+            return _error("unknown_key", key, why, f"it may be added: +{key.replace(old, new)}={value}")
     path, _, fields = _node(plain, key)
     name = key.removeprefix(path).lstrip(".").partition(".")[0]
-    if name in fields or re.search(r"engine_kwargs|override_\w*config|reward_kwargs", key):
-        fix = f"it may be added: +{key}=..."
+    passed_on = re.search(r"engine_kwargs|override_\w*config|reward_kwargs", key)
+    if name in fields or passed_on or tuple(key.split(".")[-2:]) in _asked_for():
+        fix = f"it may be added: +{key}={value}"
     else:
         known = nearest(key, list(keys(plain)))
         fix = f"did you mean {known}?" if known else "remove the override"
@@ -240,24 +284,58 @@ def _apply(override: Any, config: Any, plain: dict[str, Any]) -> Finding | None:
             return _error(
                 "existing_key", key, "'+' adds a key, but this one exists: Hydra stops", "leave the + out"
             )
-        return _unknown(plain, key)
+        return _unknown(plain, key, override.input_line.partition("=")[2])
     return _added(plain, key) if override.is_add() else None
 
 
-def resolve(module: str, args: Sequence[str]) -> Resolved:
-    """Compose the configuration of `python -m module args...`; a wrong override raises nothing."""
+def _replaced(directory: Path, name: str, options: dict[str, str], why: str) -> Finding:
+    """The finding for a configuration that is not verl's and is not here."""
+    said = options.get("config-path", str(directory))
+    if not why and directory.is_dir():
+        names = ", ".join(sorted(file.stem for file in directory.glob("*.yaml"))) or "none"
+        return _error("name", name, f"{said} has no such config", f"use one of: {names}")
+    return Finding(
+        "info",
+        "config.elsewhere",
+        f"{said}/{name}",
+        f"{why or 'it is not on this machine'}: what it sets, and which keys it adds, was not checked",
+        "run this where it is, from the directory that the run starts in",
+    )
+
+
+def resolve(module: str, args: Sequence[str], roots: Sequence[Path] = (), partial: bool = False) -> Resolved:
+    """Compose the configuration of `python -m module args...`; a wrong override raises nothing.
+
+    Args:
+        roots: where modules other than verl's may be: the working directory, then PYTHONPATH.
+        partial: the module is another project's, whose configuration is not known.
+    """
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     options, words = split_arguments(args)
-    directory, name = config_source(module, options)
-    resolved = Resolved({})
+    directory, name = config_source(module, options, roots)
+    resolved = Resolved({}, partial=partial)
     findings = resolved.findings
-    if not (directory / f"{name}.yaml").is_file():
-        names = ", ".join(sorted(file.stem for file in directory.glob("ppo*.yaml")))
-        findings.append(_error("name", name, "the patched verl has no such config", f"use one of: {names}"))
-        return resolved
+    own, why = own_configs(), ""
+    if directory != own and (directory / f"{name}.yaml").is_file():
+        try:
+            _composed(directory, name, ())
+        except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+            why = str(error).splitlines()[0]
+    if why or not (directory / f"{name}.yaml").is_file():
+        if directory == own and not partial:
+            names = ", ".join(sorted(file.stem for file in own.glob("ppo*.yaml")))
+            findings.append(
+                _error("name", name, "the patched verl has no such config", f"use one of: {names}")
+            )
+            return resolved
+        if not partial:
+            findings.append(_replaced(directory, name, options, why))
+        megatron = "megatron" in name or any(".megatron." in word for word in words)
+        directory, name = own, "ppo_megatron_trainer" if megatron else "ppo_trainer"
+        resolved.partial = True
 
     overrides, groups = _parse(words, directory, resolved)
     try:
@@ -268,7 +346,8 @@ def resolve(module: str, args: Sequence[str]) -> Resolved:
         base, plain = _composed(directory, name, ())
     resolved.defaults = {key: select(plain, key) for key in keys(plain)}
     config = pickle.loads(base)  # much faster than a deep copy
-    findings += filter(None, [_apply(override, config, plain) for override in overrides])
+    refused = list(filter(None, [_apply(override, config, plain) for override in overrides]))
+    findings += [] if resolved.partial else refused
     try:
         resolved.config = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
