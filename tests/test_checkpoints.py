@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ascend_rl.settings.switch import CannotWork
 from ascend_rl.weights import checkpoints
 
 CALLS = ("rename", "replace", "rmdir", "unlink", "open", "fsync")
@@ -113,3 +116,131 @@ def test_shards_that_are_on_other_nodes_are_missed(tmp_path):
     with pytest.raises(checkpoints.IncompleteCheckpoint, match="actor/optim of rank 0, 1, 3 of 4 is missing"):
         checkpoints.commit(str(partial), 1)
     assert found(tmp_path)[0] == 1
+
+
+# What is in the way of a save, by the name that it has; made with the directory of the checkpoints.
+def dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def linked(path: Path) -> None:
+    kept = path.parent.parent / f"kept_{path.name}"
+    save(kept, 4, content="k")
+    path.symlink_to(kept / "global_step_4")
+
+
+def of_a_user(path: Path) -> None:
+    path.mkdir()
+    (path / "notes").write_text("mine")
+
+
+def a_file(path: Path) -> None:
+    path.write_text("mine")
+
+
+IN_THE_WAY = [dangling, linked, of_a_user, a_file]
+NAMES = ["global_step_4", "global_step_4.partial", "global_step_4.replaced", "global_step_2.partial"]
+NAMES += ["global_step_2.replaced", "global_step_9.partial", f"{checkpoints.TRACKER}.new"]
+
+
+def contents(directory: Path) -> dict[str, str]:
+    return {str(p.relative_to(directory)): p.read_text() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("kind", IN_THE_WAY, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_ours_ends_no_save_and_is_not_deleted(tmp_path, capsys, name, kind):
+    directory = tmp_path / "checkpoints"
+    save(directory, 2, 1)
+    kind(directory / name)
+    elsewhere = contents(tmp_path)
+    link = os.readlink(directory / name) if (directory / name).is_symlink() else None
+    for step in (3, 4, 4, 6):
+        checkpoints.latest(str(directory))
+        save(directory, step, 1, "n")
+    assert found(directory) == (6, "nn")
+    if link:
+        assert link in [os.readlink(path) for path in directory.iterdir() if path.is_symlink()]
+    kept = contents(tmp_path)
+    for path, content in elsewhere.items():
+        if path.startswith("kept"):
+            assert kept[path] == content
+    if kind in (of_a_user, a_file) and name != f"{checkpoints.TRACKER}.new":
+        assert "mine" in kept.values()
+    moved = [path.name for path in directory.glob("*.aside*")]
+    said = capsys.readouterr().out
+    assert all(f"is {name} now" in said for name in moved)
+
+
+def test_links_are_not_counted_among_the_checkpoints_to_keep(tmp_path):
+    directory = tmp_path / "checkpoints"
+    for step in (1, 2):
+        save(tmp_path / "elsewhere", step)
+        directory.mkdir(exist_ok=True)
+        (directory / f"global_step_{step}").symlink_to(tmp_path / f"elsewhere/global_step_{step}")
+    assert found(directory)[0] == 2  # a run may begin with a checkpoint that is linked
+    for step in (3, 4, 5):
+        save(directory, step, 2)
+    assert steps(directory) == [1, 2, 4, 5] and steps(tmp_path / "elsewhere") == [1, 2]
+
+
+def test_a_start_clears_what_any_unfinished_save_left(tmp_path):
+    """Also of a step that this run will not save."""
+    save(tmp_path, 4)
+    for step in (3, 4, 9):
+        left = Path(checkpoints.begin(str(tmp_path), step))
+        (left / "actor").mkdir()
+        (left / "actor/part.pt").touch()
+    assert found(tmp_path)[0] == 4
+    assert [path.name for path in tmp_path.glob("*.partial")] == []
+
+
+def test_a_directory_for_checkpoints_that_is_none_is_refused_before_the_start(tmp_path):
+    from omegaconf import OmegaConf
+
+    for name in ("link", "file"):
+        root = tmp_path / name
+        root.symlink_to("nowhere") if name == "link" else root.touch()
+        config = OmegaConf.create({"trainer": {"default_local_dir": str(root)}})
+        with pytest.raises(CannotWork, match=f"trainer.default_local_dir={root} .*\n  it is no directory"):
+            checkpoints.passes(config, None)
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps", "epochs", "last"),
+    [((32, 64), 50, 1, 75), ((64, 32), 20, 1, 80), ((32, 64), 150, 3, 225), ((32, 33), 1, 1, 97)],
+)
+def test_steps_of_a_run_that_goes_on_with_another_batch_size(tmp_path, batches, steps, epochs, last):
+    """Of 3200 prompts; what a checkpoint says is what the next run begins with."""
+    first = checkpoints.Passes(checkpoints.Position(), batches[0], 3200, epochs)
+    partial = Path(checkpoints.begin(str(tmp_path), steps, first))
+    checkpoints.commit(str(partial))
+    start = checkpoints.position(tmp_path / f"global_step_{steps}", batches[1], 3200)
+    then = checkpoints.Passes(start, batches[1], 3200, epochs)
+    assert then.steps == then.last(10**6) == last and then.last(60) == 60
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=1, max_size=4),
+)
+@settings(max_examples=300, deadline=None)
+def test_positions_are_those_of_a_loop_over_the_data(prompts, epochs, runs):
+    """Brute force: each run takes batches of its own size from what is left, and stops after some steps."""
+    step, epoch, consumed = 0, 0, 0
+    start = checkpoints.Position()
+    for batch, wanted in runs:
+        batch = min(batch, prompts)
+        passes = checkpoints.Passes(start, batch, prompts, epochs)
+        first = epoch
+        taken = []
+        for nth in range(epoch, epochs):
+            done = consumed if nth == epoch else 0
+            taken += [(nth, end) for end in range(done + batch, prompts + 1, batch)]
+        assert passes.steps == step + len(taken)
+        assert passes.first_pass(step, step + 1) == first
+        for nth, end in taken[:wanted]:
+            step, epoch, consumed = step + 1, nth, end
+            assert passes.after(step) == checkpoints.Position(step, epoch, consumed)
+        start = passes.after(step)
