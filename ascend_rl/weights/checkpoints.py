@@ -358,9 +358,10 @@ def has_rng_states(directory: str, mpu: Any) -> bool:
         mpu: megatron.core.parallel_state.
     """
     import torch
-    from torch.distributed.checkpoint import FileSystemReader
 
-    keys = FileSystemReader(directory).read_metadata().state_dict_metadata
+    from ascend_rl.weights.torch_dist import metadata_of
+
+    keys = metadata_of(Path(directory))["state_dict_metadata"]
     saved = [tuple(map(int, found.groups())) for key in keys if (found := RNG_STATE.fullmatch(key))]
     here = mpu.get_pipeline_model_parallel_world_size(), mpu.get_tensor_model_parallel_world_size()
     if saved and here not in saved and torch.distributed.get_rank() == 0:
