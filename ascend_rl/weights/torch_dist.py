@@ -339,12 +339,16 @@ def unpickled(reader: pickle.Unpickler) -> object:
 
 # The classes of a .metadata, of torch and megatron-core; TensorProperties has moved.
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
-_FILES = "torch.distributed.checkpoint.filesystem"
+_FILES, _PLANNER = (f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "planner"))
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 DESCRIBED = {
     *((_DCP, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     *((_DCP, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
     *((module, "TensorProperties") for module in (_DCP, _OLD)),
     *((_FILES, name) for name in ("_StorageInfo", "_StoragePrefix")),
+    *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType")),
+    *((_PLANNER, name) for name in ("TensorWriteData", "BytesIOWriteData")),
+    *((_MEGATRON, name) for name in ("MCoreSavePlan", "MCoreMetadata")),
     (_OLD, "MEM_FORMAT_ENCODING"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),  # where the checkpoint was saved
