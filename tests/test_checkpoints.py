@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -239,7 +241,11 @@ def test_positions_are_those_of_a_loop_over_the_data(prompts, epochs, runs):
             done = consumed if nth == epoch else 0
             taken += [(nth, end) for end in range(done + batch, prompts + 1, batch)]
         assert passes.steps == step + len(taken)
-        assert passes.first_pass(step, step + 1) == first
+        assert passes.first_pass(step, step + 1) == first and passes.last(step) == step
+        assert passes.first_pass(step, step) == passes.first_pass(step + 1, step) == sys.maxsize
+        endless = replace(passes, endless=True)
+        assert endless.last(10**6) == 10**6 and endless.first_pass(step, step + 1) == 0
+        assert endless.first_pass(step, step) == sys.maxsize
         for nth, end in taken[:wanted]:
             step, epoch, consumed = step + 1, nth, end
             assert passes.after(step) == checkpoints.Position(step, epoch, consumed)

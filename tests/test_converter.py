@@ -1043,12 +1043,34 @@ def test_a_padded_vocabulary_is_cut(hf, tmp_path):
     )
 
 
-def test_float16_overflow_is_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("want", "value", "fits"),
+    [
+        *(("float16", value, False) for value in (65520.0, -65520.0, 1e6)),
+        *(
+            ("float16", value, True)
+            for value in (65504.0, 65519.0, -65504.0, torch.inf, -torch.inf, torch.nan)
+        ),
+        ("bfloat16", 3.4e38, False),
+        *(("bfloat16", value, True) for value in (3.38e38, -3.38e38, torch.inf, torch.nan)),
+        ("float32", torch.inf, True),
+    ],
+)
+def test_what_becomes_infinite_is_an_error(tmp_path, want, value, fits):
+    """Not what is infinite, or no number, already."""
     weights = make_model(tmp_path / "hf", TINY["qwen3"], torch.float32, files=1)
-    weights["model.norm.weight"][3] = 1e6
+    weights["model.norm.weight"][3] = value
     save_file(weights, tmp_path / "hf/model.safetensors")
-    with pytest.raises(CannotWork, match="model.norm.weight does not fit into float16"):
-        converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", replace(QUIET, dtype="float16"))
+    options = replace(QUIET, dtype=want, verify=True)
+    if not fits:
+        with pytest.raises(CannotWork, match=f"model.norm.weight does not fit into {want}; use --dtype"):
+            converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", options)
+        return
+    converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", options)
+    found = load_with_torch(tmp_path / "mcore")["decoder.final_layernorm.weight"]
+    assert torch.equal(
+        found.view(torch.uint8), weights["model.norm.weight"].to(DTYPES[want]).view(torch.uint8)
+    )
 
 
 def test_an_ep_size_that_does_not_divide_the_experts(hf, tmp_path):

@@ -1,7 +1,8 @@
-"""Packing by rings, agreement between CP groups, and what is refused: no processes and no Megatron needed."""
+"""Packing by rings, agreement between CP groups, and what is refused: no Megatron needed."""
 
 from __future__ import annotations
 
+import multiprocessing
 from dataclasses import make_dataclass
 from types import SimpleNamespace
 
@@ -64,6 +65,52 @@ def test_other_stages_of_a_pipeline_embed_nothing(counts):
     assert packed.tolist() == [list(range(8, 16))] and params.cu_seqlens_kv_padded.tolist() == [0, 8]
     assert micro_batch.pack(ids, mask, PackedSeqParams, False)[0] is ids
     assert counts() == {"hdp_alone": 1}  # however often it is packed
+
+
+def _unpack(rank: int, store: str, results) -> None:
+    """In rank of a CP group of three: a ring of the first two, and the third one alone."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    width, lengths = 13, torch.tensor([13, 1, 6, 9])
+    columns = torch.arange(width)
+    mask = (columns >= (width - lengths)[:, None]) & (columns >= 0)
+    mask[3] = columns < 9
+    values = (torch.arange(4 * width).view(4, width) + 1.0).requires_grad_()
+    rings = torch.tensor([[0, 2], [2, 1], [0, 2], [2, 1]])
+    ring = Ring((0, 1), rank, None) if rank < 2 else Ring((2,), 0, None)
+    parallel = SimpleNamespace(cp_rank=rank, tp_size=1, cp_group=None, ring=lambda first, size: ring)
+    micro_batch = hdp_training.MicroBatch(rings, parallel)
+    packed = micro_batch.pack(values, mask, PackedSeqParams, True)[0]
+    padding = torch.ones(packed.shape[1], dtype=torch.bool)
+    padding[micro_batch.share(mask).at] = False
+    out = micro_batch.unpack(packed.masked_fill(padding, 1e6), mask)  # what the model makes of padding
+    (out * (columns + 2.0)).sum().backward()
+    results.put((rank, out.detach().numpy(), values.grad.numpy(), mask.numpy()))
+    results.close()
+    results.join_thread()
+    dist.destroy_process_group()
+
+
+def test_unpacked_everywhere_and_with_its_own_gradient(tmp_path):
+    """Every rank has all values; each token's gradient goes back to the rank that computed it, once."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=_unpack, args=(r, str(tmp_path / "store"), results)) for r in range(3)]
+    for process in ranks:
+        process.start()
+    found = sorted((results.get(timeout=60) for _ in ranks), key=lambda result: result[0])
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    mask = found[0][3]
+    values = (np.arange(mask.size).reshape(mask.shape) + 1.0) * mask
+    weights = (np.arange(mask.shape[1]) + 2.0) * mask
+    for _, out, _, _ in found:
+        assert np.array_equal(out, values)
+    assert np.array_equal(sum(grad for _, _, grad, _ in found), weights)
+    held = [grad != 0 for _, _, grad, _ in found]
+    assert [bool(rows.any()) for rows in held[2]] == [False, True, False, True]
+    assert all(share.any() for share in held) and not (held[0] & held[1]).any()
 
 
 @pytest.mark.parametrize("multiple", [1, 2])

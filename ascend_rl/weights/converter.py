@@ -57,6 +57,7 @@ BLOCK_BYTES = 1 << 20  # what a worker holds at a time; about the size of an L2 
 CHUNK_BYTES = 256 << 20  # larger tensors (embeddings) are split by rows: a reader loads whole chunks
 FILE_BYTES = 4 << 30
 GROUPED_EP = 32  # --layout grouped: experts of one rank at this EP size share a chunk
+WIDER = {"float16": "bfloat16", "bfloat16": "float32"}
 NAMED = 8  # how many wrong tensors an error names
 NOT_THE_MODEL = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
 WEIGHT_SUFFIXES = (
@@ -178,8 +179,8 @@ def cast(values: np.ndarray, have: str, want: str, what: str) -> np.ndarray:
 
     source = torch.from_numpy(values).view(getattr(torch, have))
     result = source.to(getattr(torch, want))
-    if want == "float16" and not torch.equal(result.isfinite(), source.isfinite()):
-        raise CannotWork(f"{what} does not fit into float16; use --dtype bfloat16")
+    if ITEMSIZE[want] == 2 and not torch.equal(result.isfinite(), source.isfinite()):
+        raise CannotWork(f"{what} does not fit into {want}; use --dtype {WIDER[want]}")
     return result.view(torch.uint8).numpy()
 
 
