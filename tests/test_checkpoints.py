@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -250,3 +251,115 @@ def test_positions_are_those_of_a_loop_over_the_data(prompts, epochs, runs):
             step, epoch, consumed = step + 1, nth, end
             assert passes.after(step) == checkpoints.Position(step, epoch, consumed)
         start = passes.after(step)
+
+
+def config(directory: Path, **trainer):
+    from omegaconf import OmegaConf
+
+    given = {"default_local_dir": str(directory), "resume_mode": "auto", "total_epochs": 2}
+    given |= {"resume_from_path": None} | trainer
+    return OmegaConf.create({"trainer": given, "algorithm": {"filter_groups": None}})
+
+
+LOADER = SimpleNamespace(batch_size=8, sampler=range(24))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "step"),
+    [
+        ({}, 4),
+        ({"resume_mode": "disable"}, 0),
+        ({"resume_mode": "resume_path", "resume_from_path": "{}/global_step_2/"}, 2),
+    ],
+)
+def test_the_passes_of_a_run_are_those_from_its_checkpoint_on(tmp_path, capsys, trainer, step):
+    of_four = checkpoints.Passes(checkpoints.Position(), 4, 24, 2)
+    for saved in (2, 4):
+        checkpoints.commit(checkpoints.begin(str(tmp_path), saved, of_four))
+    trainer = {key: value.format(tmp_path) for key, value in trainer.items()}
+    passes = checkpoints.passes(config(tmp_path, **trainer), LOADER)
+    assert passes == checkpoints.Passes(checkpoints.Position(step, 0, 4 * step), 8, 24, 2)
+    said = capsys.readouterr().out
+    if step:
+        rest = (24 - 4 * step) // 8
+        assert f"after step {step}, {4 * step} of 24 prompts of pass 1 of 2 are consumed" in said
+        assert said.strip().endswith(f"with 8 a step the data lasts until step {step + rest + 3}")
+    else:
+        assert not said
+
+
+def test_data_with_fewer_prompts_than_a_pass_has_consumed_is_refused(tmp_path):
+    save_with = checkpoints.Passes(checkpoints.Position(), 25, 50, 2)
+    checkpoints.commit(checkpoints.begin(str(tmp_path), 1, save_with))
+    with pytest.raises(CannotWork, match="25 prompts of this pass are consumed, and the data has 24"):
+        checkpoints.passes(config(tmp_path), LOADER)
+    checkpoints.passes(config(tmp_path), SimpleNamespace(batch_size=8, sampler=range(25)))
+    filtered = config(tmp_path)
+    filtered.algorithm.filter_groups = {"enable": True}
+    assert checkpoints.passes(filtered, LOADER).endless
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("batches", "position"), [(2, (2, 0, 8)), (6, (6, 0, 24)), (8, (8, 1, 8))])
+def test_the_position_of_a_checkpoint_of_verl_is_that_of_its_dataloader(tmp_path, workers, batches, position):
+    import torch
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader = StatefulDataLoader(list(range(25)), batch_size=4, drop_last=True, num_workers=workers)
+    left = batches
+    while left:
+        for _, _ in zip(range(left), loader, strict=False):
+            left -= 1
+    where = tmp_path / f"global_step_{batches}"
+    where.mkdir()
+    torch.save(loader.state_dict(), where / "data.pt")
+    assert checkpoints.position(where, 9, 25) == checkpoints.Position(*position)
+    torch.save(loader.state_dict() | {"passes": 0}, where / "data.pt")  # of DAPO: units, not batches
+    assert checkpoints.position(where, 4, 25) == checkpoints.Position(*position)
+
+
+@pytest.mark.parametrize(
+    ("saved", "strategy", "ranks", "said"),
+    [
+        ("fsdp", "fsdp", 4, ""),
+        ("fsdp", "fsdp2", 4, ""),
+        ("fsdp", "fsdp2", 8, "FSDP on 4 dies saved it, this run trains with FSDP on 8 dies"),
+        ("fsdp", "megatron", 4, "FSDP on 4 dies saved it, this run trains with Megatron"),
+        ("megatron", "megatron", 8, ""),
+        ("megatron", "fsdp", 8, "Megatron saved it, this run trains with FSDP on 8 dies"),
+        ("", "fsdp", 8, ""),
+    ],
+)
+def test_the_checkpoint_of_another_engine_is_refused(tmp_path, saved, strategy, ranks, said):
+    actor = tmp_path / "actor"
+    actor.mkdir()
+    if saved == "fsdp":
+        (actor / "fsdp_config.json").write_text('{"world_size": 4}')
+    elif saved:
+        (actor / "dist_ckpt").mkdir()
+    assert checkpoints.other_engine(str(tmp_path), strategy, ranks) == said
+    if said:
+        with pytest.raises(CannotWork, match=f"{said}: train as it was saved"):
+            checkpoints.check_engine(str(tmp_path), strategy, ranks)
+    else:
+        checkpoints.check_engine(str(tmp_path), strategy, ranks)
+
+
+@pytest.mark.parametrize(("layouts", "found"), [(["2.1"], True), (["4.1", "4.2"], False), ([], False)])
+def test_states_of_random_numbers_are_those_of_this_layout(tmp_path, monkeypatch, capsys, layouts, found):
+    import torch
+
+    from ascend_rl.weights import torch_dist
+    from ascend_rl.weights.files import Place
+
+    place = Place("__0_0.distcp", 0, 9)
+    states = [(f"rng_state/shard_0.0_{layout}", place) for layout in layouts]
+    (tmp_path / ".metadata").write_bytes(torch_dist.metadata({}, [], states))
+    mpu = SimpleNamespace(
+        get_pipeline_model_parallel_world_size=lambda: 2, get_tensor_model_parallel_world_size=lambda: 1
+    )
+    for rank in (0, 1):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        assert checkpoints.has_rng_states(str(tmp_path), mpu) is found
+        said = "the checkpoint is of PP4 TP1, this run of PP2 TP1" in capsys.readouterr().out
+        assert said == (rank == 0 and "4.1" in layouts)
