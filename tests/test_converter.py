@@ -274,8 +274,10 @@ def test_transformers_qwen2_is_exported_bit_for_bit(tmp_path, tie):
     torch.save(model.state_dict(), actor / "model_world_size_1_rank_0.pt")
     model.save_pretrained(actor / "huggingface")
     (actor / "huggingface/model.safetensors").unlink()
-    export = [sys.executable, "-m", "ascend_rl.export", actor.parent, "--out", tmp_path / "out"]
-    subprocess.run([*map(str, export), "--dtype", "auto"], check=True, capture_output=True, timeout=300)
+    export = [*map(str, (sys.executable, "-m", "ascend_rl.export", actor.parent, "--dtype", "auto", "--out"))]
+    inside = subprocess.run([*export, actor.parent / "hf"], capture_output=True, text=True, timeout=300)
+    assert inside.returncode == 1 and "global_step_3, which is read; choose a place" in inside.stderr
+    subprocess.run([*export, tmp_path / "out"], check=True, capture_output=True, timeout=300)
     converter.to_mcore(tmp_path / "out", tmp_path / "mcore", replace(QUIET, verify=True))
     converter.to_hf(tmp_path / "mcore", tmp_path / "out", tmp_path / "back", replace(QUIET, verify=True))
     tokens = torch.arange(20).view(2, 10)

@@ -22,7 +22,7 @@ from ascend_rl.settings.switch import CannotWork
 from ascend_rl.weights.files import Place, sync_directory, write_exactly
 
 
-def _place_of(path: Path, inputs: Iterable[Path]) -> Path:
+def place_of(path: Path, inputs: Iterable[Path]) -> Path:
     """The directory that is meant by ``path``.
 
     Raises:
@@ -62,7 +62,7 @@ class Output:
         inputs: Iterable[Path] = (),
     ):
         self.digest, self.sizes, self.places = digest, sizes, places
-        self.path = _place_of(path, inputs)
+        self.path = place_of(path, inputs)
         self.partial = self.path.with_name(self.path.name + ".partial")
         self.journal = self.path.with_name(self.path.name + ".partial.journal")
         self.done: set[int] = set()
