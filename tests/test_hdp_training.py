@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
+import queue
+import time
 from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,12 +88,18 @@ def in_ranks(world: int, function, folder: Path) -> list:
     results = context.Queue()
     arguments = world, str(folder / "store"), function, results
     ranks = [context.Process(target=_in_group, args=(rank, *arguments)) for rank in range(world)]
+    found, deadline = {}, time.monotonic() + 60
     for process in ranks:
         process.start()
-    found = dict(results.get(timeout=60) for _ in ranks)
-    for process in ranks:
-        process.join(60)
-        assert process.exitcode == 0
+    try:
+        while len(found) < world:
+            with contextlib.suppress(queue.Empty):
+                found |= [results.get(timeout=0.2)]
+            assert all(process.exitcode in (None, 0) for process in ranks) and time.monotonic() < deadline
+    finally:
+        for process in ranks:
+            process.join(10 if len(found) == world else 0)
+            process.kill()
     return [found[rank] for rank in range(world)]
 
 
