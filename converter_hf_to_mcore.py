@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Convert Qwen3 / Qwen3-MoE weights between Hugging Face safetensors and a Megatron distributed checkpoint.
+"""Convert Qwen2 and Qwen3 weights between Hugging Face safetensors and a Megatron distributed checkpoint.
 
     python converter_hf_to_mcore.py --hf_model_path Qwen3-30B-A3B --output_path Qwen3-30B-A3B-mcore --verify
     python converter_hf_to_mcore.py --to hf --mcore_path Qwen3-30B-A3B-mcore --hf_model_path Qwen3-30B-A3B \\

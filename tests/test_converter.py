@@ -58,6 +58,17 @@ TINY = {
         intermediate_size=48,
         tie_word_embeddings=True,
     ),
+    "qwen2": dict(
+        architectures=["Qwen2ForCausalLM"],
+        model_type="qwen2",
+        num_hidden_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        intermediate_size=48,
+        tie_word_embeddings=True,
+    ),
 }
 
 
@@ -85,7 +96,8 @@ def make_model(
 
 def reference(weights: dict[str, torch.Tensor], config: dict) -> dict[str, torch.Tensor]:
     """What Megatron's tensors are, made whole and in memory."""
-    heads, groups, dim = (config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
     result: dict[str, torch.Tensor] = {}
     layers: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
     for layer in range(config["num_hidden_layers"]):
@@ -96,11 +108,14 @@ def reference(weights: dict[str, torch.Tensor], config: dict) -> dict[str, torch
         }
         q = get["self_attn.q_proj.weight"].view(groups, heads // groups * dim, -1)
         k, v = (get[f"self_attn.{n}_proj.weight"].view(groups, dim, -1) for n in "kv")
-        put = {
+        if config["model_type"] == "qwen2":
+            bias = {n: get[f"self_attn.{n}_proj.bias"].view(groups, -1) for n in "qkv"}
+            put = {"self_attention.linear_qkv.bias": torch.cat(list(bias.values()), 1).flatten()}
+        else:
+            put = {f"self_attention.{n}_layernorm.weight": get[f"self_attn.{n}_norm.weight"] for n in "qk"}
+        put |= {
             "self_attention.linear_qkv.weight": torch.cat([q, k, v], 1).flatten(0, 1),
             "self_attention.linear_qkv.layer_norm_weight": get["input_layernorm.weight"],
-            "self_attention.q_layernorm.weight": get["self_attn.q_norm.weight"],
-            "self_attention.k_layernorm.weight": get["self_attn.k_norm.weight"],
             "self_attention.linear_proj.weight": get["self_attn.o_proj.weight"],
         }
         gate_up = lambda unit: torch.cat([get[f"{unit}gate_proj.weight"], get[f"{unit}up_proj.weight"]])  # noqa: E731, B023
@@ -242,8 +257,50 @@ def test_hugging_face_loads_what_comes_back(tmp_path, kind):
     assert equal(one.state_dict(), other.state_dict()) and len(one.state_dict()) > 40
 
 
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_transformers_qwen2_is_exported_bit_for_bit(tmp_path, tie):
+    """From a shard as FSDP saves it, by the command, and there and back by the converter's."""
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(3)
+    sizes = dict(vocab_size=97, hidden_size=48, intermediate_size=52, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=tie, dtype="float32")
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # new ones are zero
+            torch.nn.init.normal_(parameter)
+    actor = tmp_path / "global_step_3/actor"
+    actor.mkdir(parents=True)
+    torch.save(model.state_dict(), actor / "model_world_size_1_rank_0.pt")
+    model.save_pretrained(actor / "huggingface")
+    (actor / "huggingface/model.safetensors").unlink()
+    export = [*map(str, (sys.executable, "-m", "ascend_rl.export", actor.parent, "--dtype", "auto", "--out"))]
+    inside = subprocess.run([*export, actor.parent / "hf"], capture_output=True, text=True, timeout=300)
+    assert inside.returncode == 1 and "global_step_3, which is read; choose a place" in inside.stderr
+    subprocess.run([*export, tmp_path / "out"], check=True, capture_output=True, timeout=300)
+    converter.to_mcore(tmp_path / "out", tmp_path / "mcore", replace(QUIET, verify=True))
+    converter.to_hf(tmp_path / "mcore", tmp_path / "out", tmp_path / "back", replace(QUIET, verify=True))
+    tokens = torch.arange(20).view(2, 10)
+    for name in ("out", "back"):
+        loaded, told = AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, dtype="auto", output_loading_info=True
+        )
+        assert not any(told.values()) and loaded.eval().dtype == torch.float32
+        assert equal(loaded.state_dict(), model.state_dict())
+        with torch.no_grad():
+            assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
 @pytest.mark.parametrize(
-    ("name", "billions"), [("qwen3-32b", 32.76), ("qwen3-30b-a3b", 30.53), ("qwen3-235b-a22b", 235.09)]
+    ("name", "billions"),
+    [
+        ("qwen3-32b", 32.76),
+        ("qwen3-30b-a3b", 30.53),
+        ("qwen3-235b-a22b", 235.09),
+        ("qwen2.5-7b", 7.62),
+        ("qwen2.5-3b", 3.09),
+        ("qwen2.5-0.5b", 0.49),
+    ],
 )
 def test_the_plan_of_the_recipes_models_covers_every_row_once(name, billions):
     """Parameters as published; every row of every tensor in exactly one place; chunks tile their tensors."""
@@ -331,6 +388,8 @@ LAYOUTS = [
     ("qwen3_moe", dict(tp=2, pp=2), "grouped", "grouped"),
     ("qwen3_moe", dict(), "sequential", "grouped"),
     ("qwen3", dict(tp=2), "te", "default"),
+    ("qwen2", dict(tp=2), "te", "default"),
+    ("qwen2", dict(tp=2, pp=2), "te", "default"),
 ]
 
 
@@ -607,6 +666,198 @@ def test_an_index_that_lies_is_refused(tmp_path):
         converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", QUIET)
 
 
+@pytest.mark.parametrize("consistent", [False, True])
+def test_what_transformers_loads_is_converted(tmp_path, capfd, consistent):
+    """model.safetensors first, whatever an index beside it says, and files that neither names are nothing."""
+    from transformers import AutoModelForCausalLM
+
+    make_model(tmp_path / "hf", TINY["qwen3"], torch.float32, files=2, seed=1)
+    weights = make_model(tmp_path / "new", TINY["qwen3"], torch.float32, files=1, seed=2)
+    (tmp_path / "new/model.safetensors").rename(tmp_path / "hf/model.safetensors")
+    save_file({"stray": torch.zeros(1)}, tmp_path / "hf/adapter.safetensors")
+    index = tmp_path / "hf/model.safetensors.index.json"
+    if consistent:
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "model.safetensors")}))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").state_dict()
+    del loaded["lm_head.weight"]
+    assert equal(loaded, weights)
+    converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", replace(QUIET, verify=True))
+    assert equal(load_with_torch(tmp_path / "mcore"), reference(weights, TINY["qwen3"]))
+    assert ("is ignored" in capfd.readouterr().err) is not consistent
+    if not consistent:
+        index.write_text("{")
+        converter.verify(tmp_path / "hf", tmp_path / "mcore", QUIET)
+    (tmp_path / "hf/model.safetensors").unlink()
+    index.write_text("{")
+    with pytest.raises(CannotWork, match="index.json is damaged"):
+        converter.to_mcore(tmp_path / "hf", tmp_path / "other", QUIET)
+    config = TINY["qwen3"] | {"transformers_weights": "other.safetensors"}
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    with pytest.raises(CannotWork, match="names other.safetensors as transformers_weights"):
+        converter.to_mcore(tmp_path / "hf", tmp_path / "other", QUIET)
+
+
+def files_under(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*")}
+
+
+# Outputs at which nothing can appear by a rename, and a word of the reason.
+def _dangling_far(path: Path) -> str:
+    path.symlink_to("gone/deeper/out")
+    return "is a link to"
+
+
+def _loop(path: Path) -> str:
+    path.symlink_to(path)
+    return "is a link to|exists and is not overwritten"
+
+
+def _linked_files(path: Path) -> str:
+    (path.parent / "full").mkdir()
+    (path.parent / "full/mine").touch()
+    path.symlink_to("full")
+    return "exists and is not overwritten"
+
+
+def _file(path: Path) -> str:
+    path.touch()
+    return "exists and is not overwritten"
+
+
+def _fifo(path: Path) -> str:
+    os.mkfifo(path)
+    return "exists and is not overwritten"
+
+
+def _partial_file(path: Path) -> str:
+    path.with_name(f"{path.name}.partial").touch()
+    return "is no directory of a conversion"
+
+
+def _partial_link(path: Path) -> str:
+    path.with_name(f"{path.name}.partial").symlink_to("nowhere")
+    return "is no directory of a conversion"
+
+
+def _journal_link(path: Path) -> str:
+    path.with_name(f"{path.name}.partial.journal").symlink_to("nowhere")
+    return "cannot be written"
+
+
+IMPOSSIBLE = [
+    _dangling_far, _loop, _linked_files, _file, _fifo, _partial_file, _partial_link, _journal_link,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> Path:
+    """hf and mcore of one model."""
+    folder = tmp_path_factory.mktemp("both")
+    make_model(folder / "hf", TINY["qwen3"], files=1)
+    converter.to_mcore(folder / "hf", folder / "mcore", QUIET)
+    return folder
+
+
+def convert(both: Path, to: str, output: Path | str) -> Path:
+    if to == "mcore":
+        return converter.to_mcore(both / "hf", output, QUIET)
+    return converter.to_hf(both / "mcore", both / "hf", output, QUIET)
+
+
+@pytest.fixture
+def no_weights(monkeypatch) -> pytest.MonkeyPatch:
+    """Nothing may be copied."""
+
+    def write_all(*_):
+        raise AssertionError("weights are copied already")
+
+    monkeypatch.setattr(converter, "write_all", write_all)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("to", ["mcore", "hf"])
+@pytest.mark.parametrize("kind", IMPOSSIBLE, ids=lambda kind: kind.__name__[1:])
+def test_an_output_that_cannot_appear_is_refused_before_the_first_byte(both, tmp_path, no_weights, kind, to):
+    reason = kind(tmp_path / "out")
+    before = files_under(tmp_path)
+    with pytest.raises(CannotWork, match=reason):
+        convert(both, to, tmp_path / "out")
+    assert files_under(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [".", "", "/", "/dev/null", "/dev/null/x", "/proc/out", "/proc", "x" * 250])
+def test_a_place_that_is_none_is_refused_in_a_sentence(both, tmp_path, no_weights, name):
+    no_weights.chdir(tmp_path)
+    for to in ("mcore", "hf"):
+        with pytest.raises(CannotWork):
+            convert(both, to, name)
+    assert not files_under(tmp_path)
+
+
+@pytest.mark.parametrize("to", ["mcore", "hf"])
+def test_an_output_in_the_input_is_refused(both, tmp_path, no_weights, to):
+    """It would become part of what is read, or go with a checkpoint that the training deletes."""
+    read = both / ("hf" if to == "mcore" else "mcore")
+    (tmp_path / "link").symlink_to(read)
+    before = files_under(both)
+    for place in (read / "out", read / "deep/out", tmp_path / "link/out"):
+        with pytest.raises(CannotWork, match="which is read; choose a place outside"):
+            convert(both, to, place)
+    with pytest.raises(CannotWork, match="is read|exists and is not overwritten"):
+        convert(both, to, read)
+    assert files_under(both) == before
+
+
+@pytest.mark.parametrize("to", ["mcore", "hf"])
+@pytest.mark.parametrize("there", [True, False], ids=["empty", "dangling"])
+def test_an_output_that_is_a_link_is_its_target(both, tmp_path, to, there):
+    """Written on the disk that it points to."""
+    (tmp_path / "disk").mkdir()
+    if there:
+        (tmp_path / "disk/out").mkdir()
+    (tmp_path / "out").symlink_to("disk/out")
+    assert convert(both, to, tmp_path / "out") == tmp_path / "out"
+    assert (tmp_path / "out").is_symlink() and [path.name for path in tmp_path.iterdir()] != []
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["out"]
+    kept = {"mcore": "__0_0.distcp", "hf": "model.safetensors"}[to]
+    assert (tmp_path / "out" / kept).is_file()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "merges.txt"])
+def test_a_file_that_cannot_be_copied_is_named_before_the_first_byte(both, tmp_path, no_weights, name):
+    hf = tmp_path / "hf"
+    subprocess.run(["cp", "-r", both / "hf", hf], check=True)
+    (hf / name).unlink(missing_ok=True)
+    (hf / name).symlink_to("../../blobs/gone")
+    with pytest.raises(CannotWork, match=f"{name}: No such file"):
+        converter.to_hf(both / "mcore", hf, tmp_path / "out", QUIET)
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}
+
+
+def test_mount_points_and_disks_that_cannot_be_written_are_refused(root, both, tmp_path):
+    """In a mount namespace: an empty disk in the place of the output, one that is read-only around it."""
+    script = """
+mkdir -p empty same other ro && mount -t tmpfs none empty && mount --bind other same
+mount -t tmpfs none ro && mount -o remount,ro ro
+for out in empty same ro/out; do
+    for to in "" "--to hf --mcore_path $BOTH/mcore"; do
+        "$PYTHON" "$ROOT/converter_hf_to_mcore.py" --hf_model_path "$BOTH/hf" $to --output_path $out && exit 3
+    done
+done
+find . -name '*.partial*' -o -type f
+"""
+    names = {"PYTHON": sys.executable, "ROOT": str(root), "BOTH": str(both)}
+    result = subprocess.run(
+        ["unshare", "-m", "bash", "-euc", script],
+        cwd=tmp_path, env=os.environ | names, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0 and result.stdout == "", result
+    said = result.stderr.splitlines()
+    assert len(said) == 6 and all(line.startswith("ERROR: ") for line in said), result.stderr
+    assert sum("a mount point" in line for line in said) == 4
+    assert sum("Read-only file system" in line for line in said) == 2
+
+
 def test_nothing_is_overwritten(hf, tmp_path):
     (tmp_path / "mcore").mkdir()
     (tmp_path / "mcore/mine").write_text("mine")
@@ -794,12 +1045,34 @@ def test_a_padded_vocabulary_is_cut(hf, tmp_path):
     )
 
 
-def test_float16_overflow_is_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("want", "value", "fits"),
+    [
+        *(("float16", value, False) for value in (65520.0, -65520.0, 1e6)),
+        *(
+            ("float16", value, True)
+            for value in (65504.0, 65519.0, -65504.0, torch.inf, -torch.inf, torch.nan)
+        ),
+        ("bfloat16", 3.4e38, False),
+        *(("bfloat16", value, True) for value in (3.38e38, -3.38e38, torch.inf, torch.nan)),
+        ("float32", torch.inf, True),
+    ],
+)
+def test_what_becomes_infinite_is_an_error(tmp_path, want, value, fits):
+    """Not what is infinite, or no number, already."""
     weights = make_model(tmp_path / "hf", TINY["qwen3"], torch.float32, files=1)
-    weights["model.norm.weight"][3] = 1e6
+    weights["model.norm.weight"][3] = value
     save_file(weights, tmp_path / "hf/model.safetensors")
-    with pytest.raises(CannotWork, match="model.norm.weight does not fit into float16"):
-        converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", replace(QUIET, dtype="float16"))
+    options = replace(QUIET, dtype=want, verify=True)
+    if not fits:
+        with pytest.raises(CannotWork, match=f"model.norm.weight does not fit into {want}; use --dtype"):
+            converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", options)
+        return
+    converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", options)
+    found = load_with_torch(tmp_path / "mcore")["decoder.final_layernorm.weight"]
+    assert torch.equal(
+        found.view(torch.uint8), weights["model.norm.weight"].to(DTYPES[want]).view(torch.uint8)
+    )
 
 
 def test_an_ep_size_that_does_not_divide_the_experts(hf, tmp_path):

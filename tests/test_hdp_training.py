@@ -1,8 +1,14 @@
-"""Packing by rings, agreement between CP groups, and what is refused: no processes and no Megatron needed."""
+"""Packing by rings, agreement between CP groups, and what is refused: no Megatron needed."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import multiprocessing
+import queue
+import time
 from dataclasses import make_dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,6 +72,167 @@ def test_other_stages_of_a_pipeline_embed_nothing(counts):
     assert counts() == {"hdp_alone": 1}  # however often it is packed
 
 
+def _in_group(rank: int, world: int, store: str, function, results) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    results.put((rank, function(rank)))
+    results.close()
+    results.join_thread()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def in_ranks(world: int, function, folder: Path) -> list:
+    """What ``function(rank)`` returns in each process of a group."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    arguments = world, str(folder / "store"), function, results
+    ranks = [context.Process(target=_in_group, args=(rank, *arguments)) for rank in range(world)]
+    found, deadline = {}, time.monotonic() + 60
+    for process in ranks:
+        process.start()
+    try:
+        while len(found) < world:
+            with contextlib.suppress(queue.Empty):
+                found |= [results.get(timeout=0.2)]
+            assert all(process.exitcode in (None, 0) for process in ranks) and time.monotonic() < deadline
+    finally:
+        for process in ranks:
+            process.join(10 if len(found) == world else 0)
+            process.kill()
+    return [found[rank] for rank in range(world)]
+
+
+def _unpack(rank: int) -> tuple[np.ndarray, ...]:
+    """In a CP group of three: a ring of the first two, and the third one alone."""
+    width, lengths = 13, torch.tensor([13, 1, 6, 9])
+    columns = torch.arange(width)
+    mask = columns >= (width - lengths)[:, None]
+    mask[3] = columns < 9
+    values = (torch.arange(4 * width).view(4, width) + 1.0).requires_grad_()
+    rings = torch.tensor([[0, 2], [2, 1], [0, 2], [2, 1]])
+    ring = Ring((0, 1), rank, None) if rank < 2 else Ring((2,), 0, None)
+    parallel = SimpleNamespace(cp_rank=rank, tp_size=1, cp_group=None, ring=lambda first, size: ring)
+    micro_batch = hdp_training.MicroBatch(rings, parallel)
+    packed = micro_batch.pack(values, mask, PackedSeqParams, True)[0]
+    padding = torch.ones(packed.shape[1], dtype=torch.bool)
+    padding[micro_batch.share(mask).at] = False
+    out = micro_batch.unpack(packed.masked_fill(padding, 1e6), mask)  # what a model makes of padding
+    (out * (columns + 2.0)).sum().backward()
+    return out.detach().numpy(), values.grad.numpy(), mask.numpy()
+
+
+def test_unpacked_everywhere_and_with_its_own_gradient(tmp_path):
+    """Every rank has all values; each token's gradient goes back to the rank that computed it, once."""
+    outs, grads, (mask, *_) = zip(*in_ranks(3, _unpack, tmp_path), strict=True)
+    values = (np.arange(mask.size).reshape(mask.shape) + 1.0) * mask
+    for out in outs:
+        assert np.array_equal(out, values)
+    assert np.array_equal(sum(grads), (np.arange(mask.shape[1]) + 2.0) * mask)
+    held = [grad != 0 for grad in grads]
+    assert [bool(rows.any()) for rows in held[2]] == [False, True, False, True]
+    assert all(share.any() for share in held) and not (held[0] & held[1]).any()
+
+
+CP, LENGTHS = 4, ([60, 3, 41, 9, 22, 17], [5, 5, 30, 12, 64, 8])
+
+
+def _mpu(rank: int) -> SimpleNamespace:
+    """Two CP groups of four; data parallel ranks have the same place in theirs."""
+    dist = torch.distributed
+    cp = [dist.new_group(list(range(first, first + CP))) for first in (0, CP)]
+    dp = [dist.new_group([place, place + CP]) for place in range(CP)]
+    return SimpleNamespace(
+        get_context_parallel_group=lambda: cp[rank // CP],
+        get_data_parallel_group=lambda: dp[rank % CP],
+        get_context_parallel_rank=lambda: rank % CP,
+        get_data_parallel_rank=lambda: rank // CP,
+        get_tensor_model_parallel_world_size=lambda: 3,
+    )
+
+
+def _parallel(rank: int) -> dict:
+    """What an actor's `HybridDataParallel` says and does in this rank."""
+    model = hdp_training.cost_model(transformer("qwen3-235b-a22b", 4))
+    parallel = hdp_training.HybridDataParallel(_mpu(rank), "cpu", model)
+    rings, sums = {}, {}
+    for size in range(1, CP + 1):
+        for first in range(CP - size + 1):
+            if first <= rank % CP < first + size:
+                ring = parallel.ring(first, size)
+                rings[first, size] = ring.ranks, ring.rank, ring.whole
+                if size > 1:
+                    value = torch.tensor(2.0**rank)
+                    torch.distributed.all_reduce(value, group=ring.group)
+                    sums[first, size] = value.item()
+    mask = torch.arange(64) < torch.tensor(LENGTHS[rank // CP])[:, None]
+    batch = TensorDict({"attention_mask": mask}, [len(mask)])
+    split = []
+    for update in (False, True):
+        micro_batches, rows = parallel.split(batch, True, 16 * CP, 2, **({"update": True} if update else {}))
+        split.append(([each[hdp_training.RINGS].tolist() for each in micro_batches], rows))
+    return {"rings": rings, "sums": sums, "split": split, "metrics": parallel.metrics, "tp": parallel.tp_size}
+
+
+def test_the_rings_and_plans_of_real_process_groups(tmp_path, monkeypatch):
+    monkeypatch.setenv("HDP_DUMP", str(tmp_path / "dump.jsonl"))
+    monkeypatch.delenv("HDP_COST_MODEL", raising=False)
+    found = in_ranks(2 * CP, _parallel, tmp_path)
+    model = hdp_training.cost_model(transformer("qwen3-235b-a22b", 4))
+    plans = hdp_training.agree(LENGTHS, CP, 16, model, 2)
+    for rank, here in enumerate(found):
+        group, base, assigned = rank // CP, rank // CP * CP, plans[rank // CP]
+        for (first, size), (ranks, place, whole) in here["rings"].items():
+            assert ranks == tuple(range(base + first, base + first + size)) and ranks[place] == rank
+            assert whole == (size == CP)
+            if size > 1:
+                assert here["sums"][first, size] == sum(2.0**member for member in ranks)
+        assert here["tp"] == 3 and here["split"][0] == here["split"][1]
+        rings, rows = here["split"][0]
+        assert len(rows) == assigned.micro_batches == plans[1 - group].micro_batches
+        for m, (own, members) in enumerate(zip(rows, rings, strict=True)):
+            assert own == [i for i in range(len(LENGTHS[group])) if assigned.micro_batch[i] == m]
+            assert members == [[assigned.first[i], assigned.size[i]] for i in own]
+        assert here["metrics"] == {
+            "hdp/micro_batches": assigned.micro_batches,
+            "hdp/ring_size": assigned.size.mean(),
+            "hdp/alone": (assigned.size == 1).mean(),
+            "hdp/balance": assigned.bound / assigned.makespan,
+        }
+        assert 0 < here["metrics"]["hdp/balance"] <= 1
+    lines = [json.loads(line) for line in (tmp_path / "dump.jsonl").read_text().splitlines()]
+    assert [line["phase"] for line in lines] == ["log_prob"] * 2 + ["update"] * 2  # by the first rank alone
+    for nth, line in enumerate(lines):
+        assert (line["cp_group"], tuple(line["lengths"])) == (nth % 2, tuple(LENGTHS[nth % 2]))
+        for key in ("micro_batch", "first", "size"):
+            assert line[key] == getattr(plans[nth % 2], key).tolist()
+        assert (line["makespan"], line["bound"]) == (plans[nth % 2].makespan, plans[nth % 2].bound)
+
+
+def test_the_rings_of_a_micro_batch_are_there_in_its_forward_alone():
+    parallel = SimpleNamespace(cp_rank=1, ring=lambda first, size: Ring((1,), 0, None))
+
+    def forward(fails: bool, *, doubled: int) -> int:
+        assert hdp_training.current().parallel is parallel and hdp_training.current().mine == [1]
+        return 2 * doubled // (not fails)
+
+    run = hdp_training.HybridDataParallel.on(
+        parallel, {hdp_training.RINGS: torch.tensor([[0, 1], [1, 1]])}, forward
+    )
+    assert run(False, doubled=4) == 8 and hdp_training.current() is None
+    with pytest.raises(ZeroDivisionError):
+        run(True, doubled=4)
+    assert hdp_training.current() is None
+
+
+def test_engine_workers_are_refused(monkeypatch):
+    monkeypatch.setenv("USE_HDP", "0")
+    hdp_training.refuse_engine_workers()
+    monkeypatch.setenv("USE_HDP", "1")
+    with pytest.raises(CannotWork, match="USE_HDP=1 cannot work here"):
+        hdp_training.refuse_engine_workers()
+
+
 @pytest.mark.parametrize("multiple", [1, 2])
 def test_cp_groups_agree_on_the_number_of_micro_batches(multiple):
     rng = np.random.default_rng(1)
@@ -109,7 +276,8 @@ def test_what_does_not_work_together_is_refused(changes, transformer, mtp, said,
         hdp_training.setup(*arguments)
     assert str(refused.value).startswith("USE_HDP=1 cannot work here:\n")
     actor = ACTOR | {"policy_loss": {"loss_mode": "gspo"}, "whole_batch_loss": True}
-    for works in (ACTOR, actor):  # the reference policy, which has no loss, and the actor
+    unsaid = {"megatron": {"context_parallel_size": 2}}
+    for works in (ACTOR, actor, unsaid):  # the reference policy, which has no loss, and the actor
         assert hdp_training.problems(works, SimpleNamespace(), None) == []
 
 

@@ -63,6 +63,9 @@ def layouts(draw):
 @settings(max_examples=60)
 @given(layouts())
 @example((Train(4, 2, ((0, 1),)), Rollout(4, 1, 4), 4))  # one expert a layer to send, from two owners in turn
+@example((Train(8, 2, ((0, 1),)), Rollout(8, 1, 8), 8))  # two from four
+@example((Train(8, 2, ((0, 1, 2),)), Rollout(8, 1, 8), 8))
+@example((Train(12, 2, ((0, 1, 2, 3),)), Rollout(4, 3, 12), 12))  # three from six
 def test_every_layout_moves_the_minimum(layout):
     train, rollout, experts = layout
     plan = make_plan(train, rollout, experts)

@@ -9,28 +9,35 @@ and says so in one line); after a restart nothing older is deleted, and the disk
     commit   sync -> rename to global_step_N -> the tracker, by rename -> delete all but the last KEEP
     latest   the checkpoint to go on from: the tracker's, else the newest complete one (`newest`)
     check_engine refuses the checkpoint of another engine, or of another number of FSDP's ranks
-    first_pass   the pass over the data that `fit` goes on with
+    passes   the steps that the data has left, whatever the batch size: a checkpoint says how many prompts of
+             which pass are consumed
 
 Invariants (tests/test_checkpoints.py, killed at every step of `commit`): a directory named global_step_N is
 complete; `latest` finds one as soon as there was one, and never an older one than before; nothing is deleted
-but complete checkpoints beyond KEEP and partial ones that are older than a complete one.
+but complete checkpoints beyond KEEP and partial ones, and those only if they are directories with what a
+checkpoint has: links and anything else of these names are moved aside.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import pickle
 import re
 import shutil
 import sys
 from collections import defaultdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ascend_rl.settings.switch import refuse
 
 TRACKER, PARTIAL, REPLACED = "latest_checkpointed_iteration.txt", ".partial", ".replaced"
+POSITION = "position.json"  # of a checkpoint: a `Position`
+CONTENTS = {"actor", "critic", "data.pt", "response_lengths.json", POSITION}  # a checkpoint has one or more
 RNG_STATE = re.compile(r"rng_state/shard_0\.0_(\d+)\.(\d+)")
 SHARD = re.compile(r"(.+)_world_size_(\d+)_rank_(\d+)\.pt")
 
@@ -52,12 +59,32 @@ def complete(directory: Path) -> list[Path]:
     return sorted((p for p in directory.iterdir() if step_of(p) >= 0 and p.is_dir()), key=step_of)
 
 
-def begin(directory: str, step: int) -> str:
-    """The directory in which to write the checkpoint of a step, empty."""
+def ours(path: Path) -> bool:
+    """Whether a directory holds what a checkpoint does, or nothing; no link to one does."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    names = {entry.name for entry in path.iterdir()}
+    return not names or bool(names & CONTENTS)
+
+
+def make_way(path: Path) -> None:
+    """Free a name: what is `ours` is deleted, anything else moved aside; a link's target stays as it is."""
+    if ours(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        names = (path.with_name(f"{path.name}.aside{number}") for number in itertools.count(1))
+        aside = next(name for name in names if not os.path.lexists(name))
+        path.rename(aside)
+        print(f"{path} is no checkpoint of a run but in its way: it is {aside.name} now", flush=True)
+
+
+def begin(directory: str, step: int, passes: Passes | None = None) -> str:
+    """The directory in which to write the checkpoint of a step, which says where in the data that is."""
     partial = Path(directory, f"global_step_{step}{PARTIAL}").absolute()
-    if partial.exists():
-        shutil.rmtree(partial)
+    make_way(partial)
     partial.mkdir(parents=True)
+    if passes:
+        (partial / POSITION).write_text(json.dumps(asdict(passes.after(step))))
     return str(partial)
 
 
@@ -75,14 +102,18 @@ def commit(partial: str, keep: int | None = None) -> None:
     final, directory = source.with_suffix(""), source.parent
     check_shards(source)
     sync(source)
-    if final.exists():  # a run that went on from an earlier step saves this one again
+    if ours(final):  # a run that went on from an earlier step saves this one again
         replaced = final.with_name(final.name + REPLACED)
-        shutil.rmtree(replaced, ignore_errors=True)
+        make_way(replaced)
         final.rename(replaced)
+    make_way(final)
     source.rename(final)
     sync_directory(directory)
     tracker = directory / TRACKER
     written = tracker.with_name(f"{TRACKER}.new")
+    for path in (tracker, written):
+        if path.is_symlink() or path.is_dir():
+            make_way(path)
     with written.open("w") as file:
         file.write(str(step_of(final)))
         file.flush()
@@ -125,23 +156,35 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_old(directory: Path, step: int, keep: int | None) -> None:
-    """Of the checkpoints up to a step, keep the last ones; nothing partial from before it."""
-    older = [path for path in complete(directory) if step_of(path) <= step]
-    for path in older[: -keep or None] if keep else []:
+    """Of the checkpoints up to a step, keep the last ones; nothing partial from before it.
+
+    A later partial one may be what another process writes (``async_save``); `latest` ends it at a start.
+    """
+    older = [path for path in complete(directory) if step_of(path) <= step and ours(path)]
+    for path in older[:-keep] if keep else []:
         shutil.rmtree(path, ignore_errors=True)
-    for path in directory.glob(f"global_step_*{PARTIAL}"):
-        if 0 <= step_of(path.with_suffix("")) <= step:
+    for path in left_undone(directory, PARTIAL):
+        if step_of(path.with_suffix("")) <= step:
             shutil.rmtree(path, ignore_errors=True)
-    for path in directory.glob(f"global_step_*{REPLACED}"):
+    for path in left_undone(directory, REPLACED):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def left_undone(directory: Path, suffix: str) -> list[Path]:
+    """What an unfinished save left of that kind."""
+    found = directory.glob(f"global_step_*{suffix}")
+    return [path for path in found if step_of(path.with_suffix("")) >= 0 and ours(path)]
 
 
 def latest(directory: str) -> str | None:
     """The checkpoint to go on from, or None; for the trainer alone, since it ends what a kill left undone."""
     root = Path(directory).absolute()
-    for path in root.glob(f"global_step_*{REPLACED}"):
+    for path in left_undone(root, REPLACED):
         if not path.with_suffix("").exists():  # killed between the two renames
+            make_way(path.with_suffix(""))
             path.rename(path.with_suffix(""))
+    for path in left_undone(root, PARTIAL):
+        shutil.rmtree(path, ignore_errors=True)
     found = newest(root)
     return str(found) if found else None
 
@@ -184,18 +227,125 @@ def check_engine(checkpoint: str, strategy: str, ranks: int) -> None:
     refuse(f"resuming {checkpoint}", [f"{reason}: train as it was saved, {others}"] if reason else [])
 
 
-def first_pass(step: int, batches: int, steps: int) -> int:
-    """The pass over the data to go on with after a step; a pass has ``batches``, the run ``steps``.
+@dataclass(frozen=True)
+class Position:
+    """Where in its data a run is after ``step``: in the pass ``epoch``, of which ``prompts`` are consumed."""
+
+    step: int = 0
+    epoch: int = 0
+    prompts: int = 0
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The steps that a run can take from ``start`` on: prompts are counted, so the batch size may change.
 
     A step that ended a pass was saved before its end was seen: the restored dataloader still has that to say.
-    A run that counted it as over would lose the pass that follows. After the last step no pass is left.
+    DAPO's steps draw what they need, from an ``endless`` stream; each counts as ``batch`` prompts.
 
-    >>> [first_pass(step, batches=6, steps=18) for step in (0, 5, 6, 7, 12)]
-    [0, 0, 0, 1, 1]
-    >>> list(range(first_pass(18, batches=6, steps=18), 3))
-    []
+    Attributes:
+        batch: prompts of a step.
+        prompts: those of a pass; a rest that fills no batch is left out.
+        epochs: passes of the whole run.
+
+    3200 prompts, 32 a step; after step 50 the run goes on with 64 a step:
+
+    >>> passes = Passes(Passes(Position(), 32, 3200, 1).after(50), 64, 3200, 1)
+    >>> passes.start, passes.steps
+    (Position(step=50, epoch=0, prompts=1600), 75)
+    >>> passes.first_pass(50, 75), passes.first_pass(75, 75) == sys.maxsize
+    (0, True)
     """
-    return max(step - 1, 0) // batches if step < steps else sys.maxsize
+
+    start: Position
+    batch: int
+    prompts: int
+    epochs: int
+    endless: bool = False
+
+    @property
+    def _rest(self) -> int:
+        """Steps that are left of the pass that ``start`` is in."""
+        return (self.prompts - self.start.prompts) // self.batch
+
+    @property
+    def steps(self) -> int:
+        """The last step for which the data has prompts."""
+        further = max(self.epochs - self.start.epoch - 1, 0)
+        return self.start.step + self._rest + further * (self.prompts // self.batch)
+
+    def last(self, wanted: int) -> int:
+        """The last step of a run of ``wanted`` steps: verl would not know, and not save it."""
+        return wanted if self.endless else min(wanted, self.steps)
+
+    def after(self, step: int) -> Position:
+        """Where the run is after a step."""
+        taken = step - self.start.step
+        if taken <= self._rest:
+            return Position(step, self.start.epoch, self.start.prompts + taken * self.batch)
+        further, nth = divmod(taken - self._rest - 1, max(1, self.prompts // self.batch))
+        return Position(step, self.start.epoch + 1 + further, (nth + 1) * self.batch)
+
+    def first_pass(self, step: int, steps: int) -> int:
+        """The pass that `fit` goes on with after ``step`` of ``steps``; after the last one, none is left."""
+        if step >= steps:
+            return sys.maxsize
+        return 0 if self.endless else self.start.epoch
+
+
+def passes(config: Any, loader: Any) -> Passes:
+    """Of the run that goes on from the checkpoint that ``config`` names, or begins.
+
+    Args:
+        config: verl's whole configuration.
+        loader: verl's dataloader of whole batches.
+
+    Raises:
+        CannotWork: there is no place for checkpoints, or the data has fewer prompts than were consumed.
+    """
+    trainer, root = config.trainer, Path(config.trainer.default_local_dir)
+    broken = os.path.lexists(root) and not root.is_dir()
+    refuse(f"trainer.default_local_dir={root}", ["it is no directory"] if broken else [])
+    found = latest(str(root))
+    if trainer.resume_mode != "auto":
+        found = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+    batch, prompts = loader.batch_size, len(loader.sampler)
+    start = position(Path(found), batch, prompts) if found else Position()
+    filtered = bool((config.algorithm.get("filter_groups") or {}).get("enable"))
+    reason = (
+        f"{start.prompts} prompts of this pass are consumed, and the data has {prompts}: "
+        "give the data of that run, or trainer.resume_mode=disable"
+    )
+    refuse(f"resuming {found}", [reason] if start.prompts > prompts and not filtered else [])
+    made = Passes(start, batch, prompts, trainer.total_epochs, filtered)
+    if start.step:
+        print(
+            f"after step {start.step}, {start.prompts} of {prompts} prompts of pass {start.epoch + 1} of "
+            f"{made.epochs} are consumed: with {batch} a step the data lasts until step {made.steps}",
+            flush=True,
+        )
+    return made
+
+
+def position(checkpoint: Path, batch: int, prompts: int) -> Position:
+    """Where in its data a checkpoint is.
+
+    One that does not say so is of verl itself: the state of its dataloader has the prompts and the batches of
+    this pass, and all batches were of one size.
+    """
+    step = max(step_of(checkpoint), 0)
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Position(**json.loads((checkpoint / POSITION).read_text()) | {"step": step})
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RuntimeError, pickle.UnpicklingError):
+        import torch
+
+        state = torch.load(checkpoint / "data.pt", weights_only=True)
+        main = state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
+        batches = state["_snapshot"]["_snapshot_step"] if "_snapshot" in state else state["_num_yielded"]
+        consumed = main["_sampler_iter_state"]["samples_yielded"]
+        if batches and "passes" not in state:  # a stream of DAPO hands out other units
+            batch = consumed // batches
+    return Passes(Position(), batch, prompts, 1).after(step)
 
 
 def has_rng_states(directory: str, mpu: Any) -> bool:
@@ -208,9 +358,10 @@ def has_rng_states(directory: str, mpu: Any) -> bool:
         mpu: megatron.core.parallel_state.
     """
     import torch
-    from torch.distributed.checkpoint import FileSystemReader
 
-    keys = FileSystemReader(directory).read_metadata().state_dict_metadata
+    from ascend_rl.weights.torch_dist import metadata_of
+
+    keys = metadata_of(Path(directory))["state_dict_metadata"]
     saved = [tuple(map(int, found.groups())) for key in keys if (found := RNG_STATE.fullmatch(key))]
     here = mpu.get_pipeline_model_parallel_world_size(), mpu.get_tensor_model_parallel_world_size()
     if saved and here not in saved and torch.distributed.get_rank() == 0:

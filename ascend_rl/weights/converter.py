@@ -1,5 +1,5 @@
-"""Qwen3 weights between Hugging Face safetensors and a Megatron torch_dist checkpoint, as a list of byte
-ranges.
+"""Qwen2 and Qwen3 weights between Hugging Face safetensors and a Megatron torch_dist checkpoint, as a list of
+byte ranges.
 
 Frameworks convert by building both models in memory. Yet no value changes: a Megatron tensor is rows of
 Hugging Face tensors in another order (`qwen3`). config.json and the safetensors headers alone say which rows
@@ -57,6 +57,7 @@ BLOCK_BYTES = 1 << 20  # what a worker holds at a time; about the size of an L2 
 CHUNK_BYTES = 256 << 20  # larger tensors (embeddings) are split by rows: a reader loads whole chunks
 FILE_BYTES = 4 << 30
 GROUPED_EP = 32  # --layout grouped: experts of one rank at this EP size share a chunk
+WIDER = {"float16": "bfloat16", "bfloat16": "float32"}
 NAMED = 8  # how many wrong tensors an error names
 NOT_THE_MODEL = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
 WEIGHT_SUFFIXES = (
@@ -178,8 +179,8 @@ def cast(values: np.ndarray, have: str, want: str, what: str) -> np.ndarray:
 
     source = torch.from_numpy(values).view(getattr(torch, have))
     result = source.to(getattr(torch, want))
-    if want == "float16" and not torch.equal(result.isfinite(), source.isfinite()):
-        raise CannotWork(f"{what} does not fit into float16; use --dtype bfloat16")
+    if ITEMSIZE[want] == 2 and not torch.equal(result.isfinite(), source.isfinite()):
+        raise CannotWork(f"{what} does not fit into {want}; use --dtype {WIDER[want]}")
     return result.view(torch.uint8).numpy()
 
 
@@ -287,7 +288,7 @@ def to_mcore(
             write_exactly(fd, head, place.offset)
             write_exactly(fd, tail, position)
 
-        with Output(Path(output_path), digest, plan.sizes, plan.places) as output:
+        with Output(Path(output_path), digest, plan.sizes, plan.places, [source.directory]) as output:
             if not output.complete:
                 write_all(output, copy, options, "to mcore")
                 finish_mcore(output, model, options, plan)
@@ -400,7 +401,7 @@ def to_hf(
 
 def write_hf(model: Model, source: Source, hf_path: Path, output_path: Path, options: Options) -> Path:
     """Write a source that was checked as safetensors with the configuration of ``hf_path``."""
-    plan = plan_hf(model, source, options)
+    plan, others = plan_hf(model, source, options), other_files(hf_path, options)
     digest = digest_of("hf", model, options.dtype, options.shard_bytes, source.fingerprint())
 
     def copy(number: int, scratch: Scratch) -> None:
@@ -413,10 +414,10 @@ def write_hf(model: Model, source: Source, hf_path: Path, output_path: Path, opt
             write_exactly(output.fd(place.file), data, position)
             position += len(data)
 
-    with Output(output_path, digest, plan.sizes, plan.places) as output:
+    with Output(output_path, digest, plan.sizes, plan.places, [source.directory, hf_path]) as output:
         if not output.complete:
             write_all(output, copy, options, "to hf")
-            finish_hf(output, hf_path, options, plan)
+            finish_hf(output, others, plan)
             if options.verify:
                 written = Safetensors(output.partial)
                 with contextlib.closing(written):
@@ -426,8 +427,29 @@ def write_hf(model: Model, source: Source, hf_path: Path, output_path: Path, opt
     return output_path
 
 
-def finish_hf(output: Output, hf_path: Path, options: Options, plan: HfPlan) -> None:
-    """Headers, index, and everything of the Hugging Face directory that is not weights."""
+def other_files(hf_path: Path, options: Options) -> dict[str, bytes]:
+    """Everything of the Hugging Face directory that is not weights, as it is with the output's dtype.
+
+    Raises:
+        CannotWork: a file cannot be read.
+    """
+    files = {}
+    try:
+        for path in sorted(hf_path.iterdir()):
+            if path.name.endswith(WEIGHT_SUFFIXES) or not stat.S_ISREG(path.stat().st_mode):
+                continue
+            files[path.name] = path.read_bytes()
+    except OSError as error:
+        raise CannotWork(f"{error.filename}: {error.strerror}; get it again, or remove it") from error
+    if options.dtype:
+        config = json.loads(files["config.json"])
+        names = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
+        files["config.json"] = json.dumps(config | dict.fromkeys(names, options.dtype), indent=2).encode()
+    return files
+
+
+def finish_hf(output: Output, others: dict[str, bytes], plan: HfPlan) -> None:
+    """Headers, index, and everything that is not weights."""
     for file, content in plan.headers.items():
         write_exactly(output.fd(file), content, 0)
     if len(plan.sizes) > 1:
@@ -435,16 +457,8 @@ def finish_hf(output: Output, hf_path: Path, options: Options, plan: HfPlan) -> 
         total = sum(place.length for place in plan.places)
         index = {"metadata": {"total_size": total}, "weight_map": where}
         output.add_file("model.safetensors.index.json", json.dumps(index, indent=2).encode())
-    for path in sorted(hf_path.iterdir()):
-        if not stat.S_ISREG(path.stat().st_mode) or path.name.endswith(WEIGHT_SUFFIXES):
-            continue
-        if path.name == "config.json" and options.dtype:
-            config = json.loads(path.read_text())
-            names = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
-            config |= dict.fromkeys(names, options.dtype)
-            output.add_file(path.name, json.dumps(config, indent=2).encode())
-        else:
-            output.add_file(path.name, path.read_bytes())
+    for name, content in others.items():
+        output.add_file(name, content)
 
 
 # -------------------------------------------------------------------- verifying

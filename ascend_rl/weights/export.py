@@ -25,6 +25,7 @@ from ascend_rl.settings.switch import CannotWork, ending
 from ascend_rl.weights import converter
 from ascend_rl.weights.checkpoints import complete, newest, step_of
 from ascend_rl.weights.fsdp import FsdpShards
+from ascend_rl.weights.journal import place_of
 from ascend_rl.weights.qwen3 import read_model
 from ascend_rl.weights.safetensors import Safetensors, Source
 from ascend_rl.weights.torch_dist import ITEMSIZE, Checkpoint
@@ -97,6 +98,7 @@ def export(actor: Path, out: Path, options: converter.Options, hf_path: Path | N
     """
     if not actor.is_dir():
         raise CannotWork(f"{actor} does not exist; give a complete checkpoint")
+    place_of(out, [actor.parent if step_of(actor.parent) >= 0 else actor])  # else it goes with the checkpoint
     hf_path = hf_path or actor / "huggingface"
     model = read_model(hf_path)
     source, kind = open_weights(actor, model)

@@ -32,22 +32,21 @@ from ascend_rl.settings.switch import CannotWork
 from ascend_rl.weights.checkpoints import SHARD
 from ascend_rl.weights.files import fingerprint, read_exactly
 from ascend_rl.weights.safetensors import Described, space_for
-from ascend_rl.weights.torch_dist import ITEMSIZE, STORAGES, contiguous, record_start
+from ascend_rl.weights.torch_dist import (
+    BAD_ARCHIVE,
+    ITEMSIZE,
+    STORAGES,
+    Noted,
+    contiguous,
+    noted,
+    record_start,
+    unpickled,
+)
 
 DTYPE_OF = {storage: dtype for dtype, storage in STORAGES.items()}
 # torch_npu's has the same arguments first.
 REBUILD = {("torch._utils", "_rebuild_tensor_v2"), ("torch_npu.utils.storage", "_rebuild_npu_tensor")}
 DESCRIPTIONS = ("torch.distributed.", "torch.serialization", "torch_npu.")
-
-
-class _Noted:
-    """Any other object of a pickle: its class is not imported, its arguments and state are kept."""
-
-    def __init__(self, *arguments: object):
-        self.arguments = arguments
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class _Local:
 def _typed(function, kind, arguments: tuple, state: object) -> object:
     """``torch._tensor._rebuild_from_type_v2``: a tensor, or a DTensor, whose state has the local one."""
     made = function(*arguments)
-    if isinstance(made, _Noted):
+    if isinstance(made, Noted):
         made.state = state
     return made
 
@@ -86,7 +85,7 @@ class _ShardUnpickler(pickle.Unpickler):
         if module == "torch" and name.endswith("Storage"):
             return DTYPE_OF.get(name, name)
         if module == "torch" or module.startswith(DESCRIPTIONS) or name == "_rebuild_wrapper_subclass":
-            return type(name, (_Noted,), {})
+            return noted(name)
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no tensor needs")
 
     def persistent_load(self, pid):
@@ -170,10 +169,10 @@ class FsdpShards:
             with open(fd, "rb", closefd=False) as file, zipfile.ZipFile(file) as archive:
                 names = {name.partition("/")[2]: name for name in archive.namelist()}
                 with archive.open(names["data.pkl"]) as stream:
-                    content = _ShardUnpickler(stream).load()
+                    content = unpickled(_ShardUnpickler(stream))
                 for name, tensor in content.items():
                     self._note(rank, name, tensor, archive, names)
-        except (OSError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError) as error:
+        except (*BAD_ARCHIVE, AttributeError, IndexError, TypeError) as error:
             raise CannotWork(f"{path} is no shard of a model, or damaged: {error}") from error
         return True
 

@@ -6,7 +6,8 @@ options, and then the number of each piece that is finished. Data is synced befo
 everything before the rename. So the next run writes only the rest, whatever happened.
 
 Invariants (tests/test_journal.py): what the journal names is on the disk; nothing is overwritten; one process
-at a time; OUTPUT appears by one rename, after everything in it is on the disk. Cost: two syncs a commit.
+at a time; OUTPUT appears by one rename, after everything in it is on the disk; whatever would stop that
+rename is refused before the first byte. Cost: two syncs a commit.
 """
 
 from __future__ import annotations
@@ -14,36 +15,77 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from ascend_rl.settings.switch import CannotWork
 from ascend_rl.weights.files import Place, sync_directory, write_exactly
 
 
+def place_of(path: Path, inputs: Iterable[Path]) -> Path:
+    """The directory that is meant by ``path``.
+
+    Raises:
+        CannotWork: nothing can appear there by a rename.
+    """
+    place = Path(os.path.realpath(path))
+    if path.is_symlink() and not place.parent.is_dir():
+        raise CannotWork(
+            f"{path} is a link to {place}, where nothing is; make that directory or remove the link"
+        )
+    if not place.name or (place.is_dir() and place.samefile(".")):
+        raise CannotWork(
+            f"{path} is the current directory, or the root, which no output can replace; name one in it"
+        )
+    for directory in inputs:
+        if place.is_relative_to(os.path.realpath(directory)):
+            raise CannotWork(f"{path} is in {directory}, which is read; choose a place outside of it")
+    return place
+
+
 class Output:
     """A directory that is written as OUTPUT.partial beside a journal, and renamed when everything is on the
-    disk.
+    disk. Where OUTPUT is a link, that is its target.
+
+    Args:
+        sizes: bytes of each file.
+        places: what is written by number.
+        inputs: directories that are read; no output belongs into one of them.
     """
 
-    def __init__(self, path: Path, digest: str, sizes: dict[str, int], places: list[Place]):
-        self.path, self.digest, self.sizes, self.places = path, digest, sizes, places
-        self.partial = path.with_name(path.name + ".partial")
-        self.journal = path.with_name(path.name + ".partial.journal")
+    def __init__(
+        self,
+        path: Path,
+        digest: str,
+        sizes: dict[str, int],
+        places: list[Place],
+        inputs: Iterable[Path] = (),
+    ):
+        self.digest, self.sizes, self.places = digest, sizes, places
+        self.path = place_of(path, inputs)
+        self.partial = self.path.with_name(self.path.name + ".partial")
+        self.journal = self.path.with_name(self.path.name + ".partial.journal")
         self.done: set[int] = set()
         self.complete = False
         self._fds: dict[str, int] = {}
 
     def __enter__(self) -> Output:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.journal_fd, self.locked = (
-            os.open(self.journal, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644),
-            False,
-        )
+        if os.path.lexists(self.partial) and (self.partial.is_symlink() or not self.partial.is_dir()):
+            raise CannotWork(f"{self.partial} is no directory of a conversion; remove it")
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
-            self._begin()
-        except BaseException:
-            self.__exit__()
-            raise
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.journal_fd, self.locked = os.open(self.journal, flags, 0o644), False
+            try:
+                self._begin()
+            except BaseException:
+                self.__exit__()
+                raise
+        except OSError as error:
+            raise CannotWork(
+                f"{self.path} cannot be written: {error.filename or self.partial}: {error.strerror}; choose "
+                "an output directory that can be"
+            ) from error
         return self
 
     def _begin(self) -> None:
@@ -52,7 +94,7 @@ class Output:
             raise CannotWork(f"another conversion is writing {self.partial}; wait for it or stop it")
         content = os.pread(self.journal_fd, os.fstat(self.journal_fd).st_size, 0)
         known = self._read_journal(content)
-        if self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
+        if os.path.lexists(self.path) and not (self.path.is_dir() and not any(self.path.iterdir())):
             if not content or known is None or self.partial.exists():
                 raise CannotWork(
                     f"{self.path} exists and is not overwritten; remove it or choose another output directory"
@@ -67,6 +109,7 @@ class Output:
             )
         self.done = known if known and self.partial.exists() else set()
         self._check_space()
+        self._make_room()
         self.partial.mkdir(exist_ok=True)
         for file, size in self.sizes.items():
             fd = self._fds[file] = os.open(self.partial / file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -78,6 +121,21 @@ class Output:
         os.write(self.journal_fd, "".join(line + "\n" for line in lines).encode())
         os.fsync(self.journal_fd)
         sync_directory(self.path.parent)
+
+    def _make_room(self) -> None:
+        """Remove an empty directory that is in the place of the output: what can be removed can be replaced.
+
+        Raises:
+            CannotWork: it cannot.
+        """
+        if self.path.is_dir():
+            try:
+                self.path.rmdir()
+            except OSError as error:
+                raise CannotWork(
+                    f"{self.path} cannot be replaced ({error.strerror}): it is a mount point or belongs to "
+                    "somebody else; name a directory in it"
+                ) from error
 
     def _lock(self) -> bool:
         """Whether the journal is ours, and still the one by that name.

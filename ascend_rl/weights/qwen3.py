@@ -1,4 +1,5 @@
-"""Qwen3's tensors, by Hugging Face's names and by Megatron's, and which rows of one are which of the other.
+"""The tensors of Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE, by Hugging Face's names and by Megatron's, and which
+rows of one are which of the other. Qwen2 has a bias at query, key and value, and no norms there.
 
 A Megatron tensor is rows of Hugging Face tensors in another order: query, key and value rows interleaved by
 group, gate above up, layers and experts as leading axes. So a matrix of either side is a stack of rows of the
@@ -33,8 +34,9 @@ def read_model(directory: str | os.PathLike) -> Model:
     Raises:
         CannotWork: config.json is missing, or describes something that this module does not know.
     """
-    model = Model.from_path(directory, ("qwen3", "qwen3_moe"))
-    given = {"attention_bias=True": model.qkv_bias, "quantization_config": model.quantized}
+    model = Model.from_path(directory)
+    biased = model.qkv_bias and model.qk_norm  # Qwen3's o_proj would have one, too
+    given = {"attention_bias=True": biased, "quantization_config": model.quantized}
     refuse(model.name, [f"{name}: use a model without" for name, found in given.items() if found])
     return replace(model, name=model.kind)  # outputs do not depend on where the input lies
 
@@ -80,8 +82,12 @@ def hf_tensors(model: Model) -> dict[str, tuple[int, ...]]:
             model.kv_heads * dim,
             hidden,
         )
+        if model.qkv_bias:
+            shapes[attention + "q_proj.bias"] = (model.heads * dim,)
+            shapes[attention + "k_proj.bias"] = shapes[attention + "v_proj.bias"] = (model.kv_heads * dim,)
         shapes[attention + "o_proj.weight"] = (hidden, model.heads * dim)
-        shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (dim,)
+        if model.qk_norm:
+            shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (dim,)
         if model.experts:
             shapes[mlp + "gate.weight"] = (model.experts, hidden)
         for unit in [f"{mlp}experts.{expert}." for expert in range(model.experts)] or [mlp]:
@@ -127,23 +133,29 @@ def _attention(model: Model) -> list[Matrix]:
     hidden, dim, layers = model.hidden, model.head_dim, (model.layers,)
     queries = model.heads // model.kv_heads * dim  # rows of q_proj per group
 
-    def qkv(index: tuple[int, ...]) -> list[Rows]:
+    def qkv(kind: str) -> Callable[[tuple[int, ...]], list[Rows]]:
         parts = (("q", queries), ("k", dim), ("v", dim))
-        return [
-            Rows(f"model.layers.{index[0]}.self_attn.{part}_proj.weight", group * rows, rows)
+        return lambda index: [
+            Rows(f"model.layers.{index[0]}.self_attn.{part}_proj.{kind}", group * rows, rows)
             for group in range(model.kv_heads)
             for part, rows in parts
         ]
 
     ours, theirs = "decoder.layers.self_attention.", "model.layers.{0}."
-    own = theirs + "self_attn."
-    return [
+    own, rows = theirs + "self_attn.", model.kv_heads * (queries + 2 * dim)
+    tensors = [
         _whole(ours + "linear_qkv.layer_norm_weight", theirs + "input_layernorm.weight", (hidden,), layers),
-        Matrix(ours + "linear_qkv.weight", layers, (model.kv_heads * (queries + 2 * dim), hidden), qkv),
-        _whole(ours + "q_layernorm.weight", own + "q_norm.weight", (dim,), layers),
-        _whole(ours + "k_layernorm.weight", own + "k_norm.weight", (dim,), layers),
+        Matrix(ours + "linear_qkv.weight", layers, (rows, hidden), qkv("weight")),
         _whole(ours + "linear_proj.weight", own + "o_proj.weight", (hidden, model.heads * dim), layers),
     ]
+    if model.qkv_bias:
+        tensors.append(Matrix(ours + "linear_qkv.bias", layers, (rows,), qkv("bias")))
+    if model.qk_norm:
+        tensors += [
+            _whole(ours + f"{part}_layernorm.weight", own + f"{part}_norm.weight", (dim,), layers)
+            for part in ("q", "k")
+        ]
+    return tensors
 
 
 def _dense(model: Model) -> list[Matrix]:
@@ -201,10 +213,9 @@ def extra_states(model: Model) -> list[str]:
     """Keys of the empty per-module states that Megatron's layers and Transformer Engine's ask for when they
     load.
     """
-    per_layer = [
-        f"decoder.layers.self_attention.{name}"
-        for name in ("linear_qkv", "core_attention", "linear_proj", "q_layernorm", "k_layernorm")
-    ]
+    names = ["linear_qkv", "core_attention", "linear_proj"]
+    names += ["q_layernorm", "k_layernorm"] if model.qk_norm else []
+    per_layer = [f"decoder.layers.self_attention.{name}" for name in names]
     per_layer += (
         ["decoder.layers.pre_mlp_layernorm"]
         if model.experts

@@ -3,16 +3,20 @@
 A file is 8 bytes (the length of the header), the header (JSON: for each tensor dtype, shape and byte range),
 and the values. The library of that name maps whole files; here byte ranges are read into given memory.
 
+Which files: those that transformers loads, model.safetensors before the ones that an index names.
+
 Invariants (tests/test_converter.py): damaged files, indexes that do not fit their files, and tensors that do
 not fit the model are errors before anything is read. Cost: the headers, once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +28,7 @@ from ascend_rl.settings.switch import CannotWork
 from ascend_rl.weights.files import fingerprint, read_exactly
 from ascend_rl.weights.torch_dist import ITEMSIZE
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -77,21 +82,54 @@ class Safetensors:
         self.tensors: dict[str, Stored] = {}
         self._content = hashlib.sha256()
         self._fds: dict[str, int] = {}
-        index = directory / "model.safetensors.index.json"
+        self._check_config()
         try:
-            indexed = json.loads(index.read_text())["weight_map"] if index.exists() else None
-        except (ValueError, KeyError) as error:
-            raise CannotWork(f"{index} is damaged ({error}); download it again") from error
-        found = indexed.values() if indexed else (path.name for path in directory.glob("*.safetensors"))
-        for file in sorted(set(found)):
-            self._read_header(file)
-        if not self._fds:
-            raise CannotWork(f"{directory} has no *.safetensors file; weights in other formats are not read")
-        for name, file in (indexed or {}).items():
-            if name not in self.tensors or self.tensors[name].file != file:
+            indexed = self._indexed()
+            found = set(indexed.values()) or {path.name for path in directory.glob("*.safetensors")}
+            for file in sorted({SINGLE} if (directory / SINGLE).is_file() else found):
+                self._read_header(file)
+            if not self._fds:
                 raise CannotWork(
-                    f"{index.name} promises {name} in {file}, which does not have it; download both again"
+                    f"{directory} has no *.safetensors file; weights in other formats are not read"
                 )
+            for name, file in indexed.items():
+                if name not in self.tensors or self.tensors[name].file != file:
+                    raise CannotWork(
+                        f"{INDEX} promises {name} in {file}, which does not have it; download both again"
+                    )
+        except BaseException:
+            self.close()
+            raise
+
+    def _indexed(self) -> dict[str, str]:
+        """The file of each tensor by the index; empty where there is none, or transformers ignores it.
+
+        Raises:
+            CannotWork: it is damaged.
+        """
+        index, files = self.directory / INDEX, {}
+        single = (self.directory / SINGLE).is_file()
+        try:
+            if index.exists():
+                found = json.loads(index.read_text())["weight_map"]
+                files = {str(name): str(file) for name, file in found.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if not single:
+                raise CannotWork(f"{index} is damaged ({error}); download it again") from error
+        if single and index.exists() and set(files.values()) != {SINGLE}:
+            print(f"{index} is ignored, as by transformers: {SINGLE} is beside it", file=sys.stderr)
+            return {}
+        return files
+
+    def _check_config(self) -> None:
+        config = None
+        with contextlib.suppress(OSError, ValueError):
+            config = json.loads((self.directory / "config.json").read_text())
+        if isinstance(config, dict) and (named := config.get("transformers_weights")):
+            raise CannotWork(
+                f"{self.directory}/config.json names {named} as transformers_weights, which is not read; "
+                "use a model without"
+            )
 
     def _read_header(self, file: str) -> None:
         path = self.directory / file

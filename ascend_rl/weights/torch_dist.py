@@ -11,7 +11,9 @@ in any order.
 
 Invariants (tests/test_torch_dist.py): an archive is a valid zip that ``torch.load(weights_only=True)`` reads;
 its pickle is the one ``torch.save`` writes; the values start at a multiple of 64 bytes; reading finds the
-values in archives of ``torch.save`` too. Cost: O(1) per chunk besides the values themselves.
+values in archives of ``torch.save`` too; and (tests/test_unpickling.py) no pickle of a checkpoint runs code:
+its classes are not imported, and one that is not listed here is an error. Cost: O(1) per chunk besides the
+values themselves.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ FORMAT = {
 }
 # By torch's names, as strings: torch takes seconds and 600 MB to import, and copying bytes needs none of it.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+BAD_ARCHIVE = (OSError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError)
 STORAGES = {"bfloat16": "BFloat16Storage", "float16": "HalfStorage", "float32": "FloatStorage"}
 
 
@@ -307,6 +310,86 @@ def contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     )
 
 
+class Noted:
+    """An object of a pickle: its class is not imported, its arguments and its state are kept."""
+
+    def __init__(self, *arguments: object):
+        self.arguments = arguments
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+def noted(name: str) -> type:
+    """A class of that name, of this pickle only: a pickle can set attributes of the classes it is given."""
+    return type(name, (Noted,), {})
+
+
+def unpickled(reader: pickle.Unpickler) -> object:
+    """What a pickle of unknown origin holds.
+
+    Raises:
+        pickle.UnpicklingError: it is damaged, or holds what ``reader`` does not know.
+    """
+    try:
+        return reader.load()
+    except Exception as error:  # what a pickle says may go wrong in any way
+        raise pickle.UnpicklingError(str(error) or type(error).__name__) from error
+
+
+# The classes of a .metadata, of torch and megatron-core; TensorProperties has moved.
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+_FILES, _PLANNER = (f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "planner"))
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+DESCRIBED = {
+    *((_DCP, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((_DCP, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    *((module, "TensorProperties") for module in (_DCP, _OLD)),
+    *((_FILES, name) for name in ("_StorageInfo", "_StoragePrefix")),
+    *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType")),
+    *((_PLANNER, name) for name in ("TensorWriteData", "BytesIOWriteData")),
+    *((_MEGATRON, name) for name in ("MCoreSavePlan", "MCoreMetadata")),
+    (_OLD, "MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),  # where the checkpoint was saved
+}
+TORCH_DTYPES = frozenset(
+    "bfloat16 float16 float32 float64 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz bool "
+    "uint8 uint16 uint32 uint64 int8 int16 int32 int64 complex64 complex128".split()
+)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads what a ``.metadata`` says; its classes are only names here."""
+
+    def find_class(self, module: str, name: str):
+        if (module, name) in DESCRIBED:
+            return noted(name)
+        if module == "torch" and name in TORCH_DTYPES:
+            return name
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        if (module, name) == ("copyreg", "__newobj__"):
+            return lambda kind, *arguments: kind(*arguments)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which no checkpoint needs")
+
+
+def metadata_of(directory: Path) -> dict:
+    """The fields of the ``Metadata`` in a checkpoint's ``.metadata``.
+
+    Raises:
+        CannotWork: there is none, or it is damaged.
+    """
+    try:
+        with (directory / ".metadata").open("rb") as file:
+            content = unpickled(_MetadataUnpickler(file))
+        return {key: content.state[key] for key in ("state_dict_metadata", "storage_data")}
+    except (OSError, pickle.UnpicklingError, AttributeError, KeyError, TypeError) as error:
+        raise CannotWork(f"{directory} is not a complete Megatron checkpoint: {error}") from error
+
+
 class _TensorUnpickler(pickle.Unpickler):
     """Reads dtype, numel, storage offset, shape and strides of a saved tensor; refuses to build anything
     else.
@@ -331,6 +414,10 @@ class _TensorUnpickler(pickle.Unpickler):
         return dtype, record, numel
 
 
+def _sizes(values: Iterable) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
 @dataclass(frozen=True)
 class StoredChunk:
     offsets: tuple[int, ...]
@@ -342,42 +429,55 @@ class Checkpoint:
     """A torch_dist checkpoint opened for reading rows of its tensors in place, however it was sharded."""
 
     def __init__(self, directory: str | os.PathLike):
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
         self.directory = Path(directory)
         try:
             found = json.loads((self.directory / "metadata.json").read_text())
-            content = pickle.loads((self.directory / ".metadata").read_bytes())
-        except (OSError, ValueError, pickle.UnpicklingError, EOFError) as error:
+            backend = found.get("sharded_backend")
+        except (OSError, ValueError, AttributeError) as error:
             raise CannotWork(f"{directory} is not a complete Megatron checkpoint: {error}") from error
-        if found.get("sharded_backend") != "torch_dist":
-            raise CannotWork(
-                f"{directory} is a '{found.get('sharded_backend')}' checkpoint; torch_dist is needed"
-            )
+        if backend != "torch_dist":
+            raise CannotWork(f"{directory} is a '{backend}' checkpoint; torch_dist is needed")
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.objects: list[str] = []
         self._chunks: dict[str, list[StoredChunk]] = {}
         self._by_index: dict[str, dict[tuple[int, ...], list[StoredChunk]]] = {}
-        for key, entry in content.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                self.objects.append(key)
-                continue
-            self.tensors[key] = (str(entry.properties.dtype).removeprefix("torch."), tuple(entry.size))
-            self._chunks[key] = [
-                StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), self._place(content, key, chunk))
-                for chunk in entry.chunks
-            ]
+        content = metadata_of(self.directory)
+        try:
+            self._describe(content)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, CannotWork):
+                raise
+            raise CannotWork(
+                f"{self.directory / '.metadata'} is damaged: {error!r}; save it again"
+            ) from error
         self._files: dict[str, int] = {}
         self._values: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
 
-    def _place(self, content, key: str, chunk) -> Place:
-        from torch.distributed.checkpoint.metadata import MetadataIndex
-
-        info = content.storage_data.get(MetadataIndex(key, chunk.offsets))
-        if info is None:
-            raise CannotWork(f"{self.directory}: {key} has no data for its chunk at {tuple(chunk.offsets)}")
-        return Place(info.relative_path, info.offset, info.length)
+    def _describe(self, content: dict) -> None:
+        places = {}
+        for index, info in content["storage_data"].items():
+            file, offset, length = (info.state[key] for key in ("relative_path", "offset", "length"))
+            if Path(file).name != file:
+                raise CannotWork(
+                    f"{self.directory / '.metadata'} names the file {file}; only its own are read"
+                )
+            corner = index.state.get("offset")
+            places[index.state["fqn"], corner and tuple(corner)] = Place(file, int(offset), int(length))
+        for key, entry in content["state_dict_metadata"].items():
+            if type(entry).__name__ != "TensorStorageMetadata":
+                self.objects.append(key)
+                continue
+            properties = entry.state["properties"].state
+            dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+            self.tensors[key] = (str(dtype), _sizes(entry.state["size"]))
+            self._chunks[key] = []
+            for chunk in entry.state["chunks"]:
+                offsets = _sizes(chunk.state["offsets"])
+                if (key, offsets) not in places:
+                    raise CannotWork(f"{self.directory}: {key} has no data for its chunk at {offsets}")
+                place = places[key, offsets]
+                self._chunks[key].append(StoredChunk(offsets, _sizes(chunk.state["sizes"]), place))
 
     def close(self) -> None:
         for fd in self._files.values():
@@ -430,10 +530,10 @@ class Checkpoint:
         try:
             with zipfile.ZipFile(_FileSlice(fd, place.offset, place.length)) as archive:
                 names = {name.partition("/")[2]: name for name in archive.namelist()}
-                found = _TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"]))).load()
+                found = unpickled(_TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"]))))
                 stored_dtype, record, _, offset, shape, strides = found
                 entry = archive.getinfo(names[f"data/{record}"])
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        except (*BAD_ARCHIVE, ValueError, TypeError) as error:
             raise CannotWork(f"{where}: not a tensor archive ({error}); the file is damaged") from error
         if tuple(shape) != chunk.sizes or stored_dtype != dtype:
             raise CannotWork(f"{where}: holds {stored_dtype} {shape}, .metadata says {dtype} {chunk.sizes}")

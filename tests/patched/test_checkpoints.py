@@ -7,7 +7,10 @@ import traceback
 from pathlib import Path
 
 import pytest
-from training_stage import FILTER, Stage, train
+import training_stage
+from training_stage import FILTER, PROMPTS, Stage, train
+
+from ascend_rl.weights import checkpoints
 
 SAVING = ["trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=1", "trainer.val_before_train=False"]
 KILLED = 9
@@ -97,6 +100,101 @@ def test_a_run_of_several_passes_goes_on_wherever_it_was_cut(tmp_path, monkeypat
     assert run(cut, monkeypatch, *options, f"trainer.save_freq={stop}", **killed) == KILLED
     assert run(cut, monkeypatch, *options) == 0
     assert trained(cut) == whole[stop:]
+
+
+def prompts(events: list[tuple]) -> list[list[int]]:
+    return [event[1] for event in events]
+
+
+# (batch, epochs, steps of that) before and after; 24 prompts a pass. The last one does not divide a pass.
+OTHER_BATCH = {
+    "larger": ((4, 1, 2), (8, 1, 2)),
+    "smaller": ((8, 1, 2), (4, 1, 2)),
+    "in the second pass": ((4, 2, 8), (8, 2, 2)),
+    "at the end of a pass": ((4, 2, 6), (8, 2, 3)),
+    "further passes": ((8, 1, 2), (4, 3, 2 + 6 + 6)),
+    "a rest of a pass": ((4, 2, 4), (7, 2, 1 + 3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "option"),
+    [
+        *((case, "data.shuffle=True") for case in OTHER_BATCH),
+        ("larger", "data.shuffle=False"),
+        ("smaller", "data.dataloader_num_workers=2"),
+    ],
+)
+def test_a_run_goes_on_with_another_batch_size(tmp_path, monkeypatch, case, option):
+    """Each prompt of a pass that is left is trained on, once, and the last step is saved."""
+    options = ["trainer.test_freq=-1", "trainer.total_training_steps=null", "trainer.save_freq=1", option]
+    (batch, epochs, steps), (other, all_epochs, more) = OTHER_BATCH[case]
+    first = [*options, f"data.train_batch_size={batch}", f"trainer.total_epochs={epochs}"]
+    cut = tmp_path / "cut"
+    assert run(cut, monkeypatch, *first, die_at=steps + 1, when="workers write") in (KILLED, 0)
+    then = [*options, f"data.train_batch_size={other}", f"trainer.total_epochs={all_epochs}"]
+    assert run(cut, monkeypatch, *then) == 0
+    after = prompts(trained(cut))
+    assert [len(batch) for batch in after] == [other] * more
+    assert (cut / f"checkpoints/global_step_{steps + more}").is_dir()
+    assert (cut / f"checkpoints/{checkpoints.TRACKER}").read_text() == str(steps + more)
+    assert run(tmp_path / "whole", monkeypatch, *first[:-1], f"trainer.total_epochs={all_epochs}") == 0
+    order = [prompt for batch in prompts(trained(tmp_path / "whole")) for prompt in batch]
+    left = PROMPTS - steps * batch % PROMPTS if steps * batch % PROMPTS else 0
+    in_this_pass = order[steps * batch :][: left // other * other]
+    assert [prompt for batch in after for prompt in batch][: len(in_this_pass)] == in_this_pass
+    if case == "larger":
+        assert run(cut, monkeypatch, *then) == 0 and trained(cut) == []
+
+
+def test_a_run_goes_on_with_one_batch_size_after_another(tmp_path, monkeypatch):
+    """Which one saved a step does not matter: 8 + 4 + 4 + 8 prompts."""
+    options = ["trainer.test_freq=-1", "trainer.total_training_steps=null", "trainer.save_freq=1"]
+    options += ["trainer.total_epochs=1"]
+    for batch, die_at in ((8, 2), (4, 4), (8, 0)):
+        more = [*options, f"data.train_batch_size={batch}"]
+        status = run(tmp_path, monkeypatch, *more, die_at=die_at, when="workers write")
+        assert status == (KILLED if die_at else 0)
+    assert [len(batch) for batch in prompts(trained(tmp_path))] == [8]
+    assert (tmp_path / "checkpoints/global_step_4").is_dir()
+
+
+def test_a_run_ends_with_its_data_and_saves(tmp_path, monkeypatch):
+    """More steps asked for than there are prompts: the last step is known, and saved."""
+    options = ["trainer.test_freq=-1", "trainer.total_training_steps=100", "trainer.save_freq=4"]
+    options += ["trainer.total_epochs=1"]
+    first = [*options, "data.train_batch_size=8", "trainer.save_freq=1"]
+    assert run(tmp_path, monkeypatch, *first, die_at=2, when="workers write") == KILLED
+    assert run(tmp_path, monkeypatch, *options, "data.train_batch_size=4") == 0
+    assert len(trained(tmp_path)) == 4 and (tmp_path / "checkpoints/global_step_5").is_dir()
+
+
+def test_dapo_goes_on_with_another_batch_size(tmp_path, monkeypatch):
+    """Its steps draw as many prompts as they need; what counts are those that a step trains on."""
+    options = [*FILTER, "trainer.test_freq=-1", "trainer.total_training_steps=null", "trainer.save_freq=1"]
+    options += ["trainer.total_epochs=2"]
+    first, then = ([f"data.train_batch_size={n}", f"+data.gen_batch_size={2 * n}"] for n in (4, 2))
+    assert run(tmp_path, monkeypatch, *options, *first, die_at=3, when="workers write") == KILLED
+    assert run(tmp_path, monkeypatch, *options, *then) == 0
+    assert [len(batch) for batch in prompts(trained(tmp_path))] == [2] * 8
+    assert (tmp_path / "checkpoints/global_step_10").is_dir()
+
+
+def test_a_checkpoint_that_does_not_say_how_many_prompts_it_consumed(tmp_path, monkeypatch):
+    """As verl's are; its dataloader says how many there were in how many batches of the pass."""
+    options = ["trainer.test_freq=-1", "trainer.total_training_steps=null", "trainer.save_freq=1"]
+    options += ["trainer.total_epochs=2"]
+    assert run(tmp_path, monkeypatch, *options, die_at=9, when="workers write") == KILLED
+    (tmp_path / "checkpoints/global_step_8" / checkpoints.POSITION).unlink()
+    assert run(tmp_path, monkeypatch, *options, "data.train_batch_size=8") == 0
+    assert [len(batch) for batch in prompts(trained(tmp_path))] == [8] * 2
+
+
+def test_fewer_prompts_than_a_pass_consumed_are_refused(tmp_path, monkeypatch, capfd):
+    assert run(tmp_path, monkeypatch, "trainer.total_training_steps=4") == 0
+    monkeypatch.setattr(training_stage, "PROMPTS", 12)
+    assert run(tmp_path, monkeypatch, "trainer.total_training_steps=6") == 1
+    assert "16 prompts of this pass are consumed, and the data has 12" in capfd.readouterr().err
 
 
 def test_a_run_that_is_done_trains_nothing_more(tmp_path, monkeypatch):

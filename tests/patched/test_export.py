@@ -31,8 +31,8 @@ ACTOR = "actor_rollout_ref.actor"
 # (version of FSDP, size of the fsdp axis, kind of model) by number of ranks
 FSDP = {
     1: [("fsdp", -1, "tied")],
-    3: [("fsdp", -1, "tied"), ("fsdp2", -1, "moe")],
-    4: [("fsdp", 2, "tied"), ("fsdp2", 2, "tied")],
+    3: [("fsdp", -1, "tied"), ("fsdp2", -1, "moe"), ("fsdp2", -1, "qwen2")],
+    4: [("fsdp", 2, "tied"), ("fsdp2", 2, "tied"), ("fsdp", 2, "qwen2")],
 }
 OVERLAP = ("moe_use_legacy_grouped_gemm=True", "use_cpu_initialization=True")
 MEGATRON = [
@@ -75,18 +75,23 @@ def exported(*arguments) -> str:
 # FSDP.
 
 
-def tied(path: Path) -> Path:
-    """A Qwen3 whose rows three ranks cannot share evenly, and whose output layer is its embedding."""
-    from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+def tied(path: Path, kind: str = "qwen3") -> Path:
+    """A model whose rows three ranks cannot share evenly, and whose output layer is its embedding."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     make_checkpoint("dense", path, layers=1)
     tokenizer = AutoTokenizer.from_pretrained(path)
     torch.manual_seed(1)
-    sizes = dict(
-        hidden_size=40, intermediate_size=52, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    sizes = dict(hidden_size=40, intermediate_size=52, num_attention_heads=4, num_key_value_heads=2)
+    sizes |= {} if kind == "qwen2" else {"head_dim": 8}
+    config = AutoConfig.for_model(
+        kind, vocab_size=97, num_hidden_layers=2, tie_word_embeddings=True, dtype="float32", **sizes
     )
-    config = Qwen3Config(vocab_size=97, num_hidden_layers=2, tie_word_embeddings=True, **sizes)
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # new ones are zero
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     GenerationConfig(temperature=0.7, do_sample=True).save_pretrained(path)
     return path
@@ -129,7 +134,8 @@ def save_fsdp(rank: int, cases: list, paths: dict[str, Path], folder: Path) -> N
 def saved(tmp_path_factory) -> tuple[dict[str, Path], dict[str, Path]]:
     """Models by kind, and checkpoints of FSDP by case."""
     folder = tmp_path_factory.mktemp("fsdp")
-    paths = {"tied": tied(folder / "tied"), "moe": make_checkpoint("moe", folder / "moe", layers=1)}
+    paths = {"tied": tied(folder / "tied"), "qwen2": tied(folder / "qwen2", "qwen2")}
+    paths["moe"] = make_checkpoint("moe", folder / "moe", layers=1)
     places = {}
     for world, cases in FSDP.items():
         run_ranks(world, save_fsdp, cases, paths, folder / str(world))
