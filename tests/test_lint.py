@@ -499,6 +499,7 @@ def test_every_rule_is_tried():
         "rollout.kv_capacity",
         "rollout.seats",
         "options.unchecked",
+        "options.idle",  # test_switches.py
         "paths.content",  # test_lint_values.py
         "paths.function",
         "env.interface",

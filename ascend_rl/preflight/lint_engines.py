@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from ascend_rl.experts import support_eplb
 from ascend_rl.loss import dapo, old_log_prob
 from ascend_rl.planning import layouts, memory_plan
+from ascend_rl.preflight import switches
 from ascend_rl.preflight.lint_setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup, checkpoint, rule
 from ascend_rl.rollout import npu_graph, npu_options
 from ascend_rl.settings.model import QWEN
@@ -182,6 +183,17 @@ def _(s):
 
 
 @rule(
+    "options.idle",
+    "warning",
+    "a switch that is on changes something in this run",
+    why="it is silently ignored",
+    fix="leave it out, or set what it needs",
+)
+def _(s):
+    yield from switches.idle(s)
+
+
+@rule(
     "rollout.eplb",
     "error",
     "with VLLM_ENABLE_EPLB=1 there are experts, expert parallelism and matching sizes",
@@ -199,7 +211,8 @@ def _(s):
     }
     kind = support_eplb.MODELS[0] if s.model.experts else "a dense model"
     model = SimpleNamespace(model_type=kind, num_experts=s.model.experts)
-    yield from support_eplb.conflicts(args, model, "npu" if s.npu else "cpu", s.env)
+    for key, why, fix in support_eplb.conflicts(args, model, "npu" if s.npu else "cpu", s.env):
+        yield key, f"{support_eplb.SWITCH}=1, but {why}", fix
 
 
 @rule(
@@ -559,9 +572,13 @@ def _(s):
 )
 def _(s):
     prefix = f"{MEGATRON}.override_transformer_config"
-    overlap = s.get(f"{prefix}.moe_alltoall_overlap_comm") or s.variable("USE_ALLTOALL_OVERLAP")
-    if s.megatron and overlap and s.get(f"{MEGATRON}.use_mbridge"):
-        yield f"{MEGATRON}.use_mbridge", "True, with MindSpeed's alltoall overlap"
+    dense = s.model and not s.model.experts
+    by_variable = s.variable(switches.OVERLAP) == 1 and not dense
+    if s.megatron and s.get(f"{MEGATRON}.use_mbridge"):
+        if s.get(f"{prefix}.moe_alltoall_overlap_comm"):
+            yield f"{MEGATRON}.use_mbridge", "True, with MindSpeed's alltoall overlap"
+        elif by_variable:
+            yield f"{MEGATRON}.use_mbridge", f"True, with {switches.OVERLAP}=1"
 
 
 @rule(
