@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from ascend_rl.experts import support_eplb
 from ascend_rl.loss import dapo, old_log_prob
@@ -808,6 +809,81 @@ def _(s):
 
     if s.get("algorithm.filter_groups.enable"):
         yield from dapo.problems(OmegaConf.create(s.config))
+
+
+def _overlong(s: Setup) -> tuple[str, dict, Any, str]:
+    """(node, the overlong buffer, max_resp_len, the reward manager) as verl reads them: old keys win."""
+    old = s.get("reward_model.reward_kwargs")
+    node = "reward_model.reward_kwargs" if old is not None else "reward.reward_kwargs"
+    manager = s.get("reward_model.reward_manager") or s.get("reward.reward_manager.name")
+    buffer = s.mapping(f"{node}.overlong_buffer_cfg")
+    return f"{node}.overlong_buffer_cfg", buffer, s.get(f"{node}.max_resp_len"), str(manager)
+
+
+@rule(
+    "algorithm.overlong",
+    "error",
+    "the overlong penalty has max_resp_len, and a buffer that is positive and within it, even if it is off",
+    why="verl 0.7.1 asserts it when the reward workers start, although enable=False",
+    fix="give +reward.reward_kwargs.max_resp_len=..., or leave overlong_buffer_cfg out",
+)
+def _(s):
+    where, buffer, most, manager = _overlong(s)
+    if not buffer or manager != "dapo":
+        return
+    response, length = s.number("data.max_response_length"), buffer.get("len")
+    whole = where.rpartition(".")[0] + ".max_resp_len"
+    missing = [name for name in ("enable", "len") if buffer.get(name) is None]
+    if buffer.get("enable"):
+        missing += [name for name in ("penalty_factor", "log") if buffer.get(name) is None]
+    for name in missing:
+        example = {"len": 4096, "penalty_factor": 1.0}.get(name, False)
+        yield f"{where}.{name}", "not set, and verl reads it", f"+{where}.{name}={example}"
+    if most is None:
+        yield (
+            whole,
+            f"not set, with {where.rpartition('.')[2]}",
+            f"give +{whole}={response}",
+            f"+{whole}={response}",
+        )
+    elif isinstance(most, bool) or not isinstance(most, int | float):
+        yield whole, f"'{most}' is not a number"
+    if not isinstance(length, int | float):
+        return
+    limit = min([response, *([most] if isinstance(most, int | float) else [])])
+    if buffer.get("enable") and length <= 0:
+        yield f"{where}.len", f"{length}, and the penalty is on", f"{where}.enable=False, or a length"
+    elif length > limit and (buffer.get("enable") or most is not None and length > most):
+        detail = f"{length}, and responses end at {limit}"
+        yield (
+            f"{where}.len",
+            detail,
+            f"at most {limit}, such as {limit // 2}",
+            s.override(f"{where}.len", limit // 2),
+        )
+
+
+@rule(
+    "algorithm.overlong_length",
+    "warning",
+    "the overlong penalty counts from the length at which responses end, and its reward manager reads it",
+    why="the penalty is never paid, paid in full too early, or ignored",
+    fix="reward.reward_kwargs.max_resp_len=data.max_response_length with reward.reward_manager.name=dapo",
+)
+def _(s):
+    where, buffer, most, manager = _overlong(s)
+    if not buffer.get("enable"):
+        return
+    whole, response = where.rpartition(".")[0] + ".max_resp_len", s.number("data.max_response_length")
+    if manager != "dapo" and s.get("reward.reward_manager.source", "register") == "register":
+        yield where, f"enable=True with the reward manager {manager}"
+    elif isinstance(most, int | float) and most != response:
+        yield (
+            whole,
+            f"{most}, and responses end at {response}",
+            f"{whole}={response}",
+            s.override(whole, response),
+        )
 
 
 @rule(
