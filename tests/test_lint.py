@@ -357,6 +357,24 @@ def test_checkpoints_need_room(on_base, tmp_path):
         assert all("9874 GB needed" in finding.why + finding.where for finding in found)
 
 
+@pytest.mark.parametrize(
+    ("base", "key", "words"),
+    [
+        (
+            "fsdp",
+            "lora_rank",
+            f"{ROLLOUT}.tensor_model_parallel_size=8 actor_rollout_ref.model.path=/d/Qwen3-32B",
+        ),
+        ("megatron", "lora.rank", "actor_rollout_ref.model.path=/d/Qwen3-235B-A22B"),
+    ],
+)
+def test_the_planner_knows_lora(base, key, words, on_base):
+    """verl#3566: a model that does not fit whole does with frozen weights."""
+    ranks = [[f"actor_rollout_ref.model.{key}={rank}", *words.split()] for rank in (0, 16)]
+    whole, lora = (checks(linter.lint(on_base(base), None, more)) for more in ranks)
+    assert "train.memory" in whole and "train.memory" not in lora
+
+
 def test_a_checkpoint_is_resumed_by_the_engine_that_saved_it(on_base, tmp_path):
     """FSDP by as many dies, 8 here; Megatron by Megatron; a file that says nothing is nobody's."""
     actor = tmp_path / "global_step_5/actor"

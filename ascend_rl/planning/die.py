@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Callable
 
 GIB, MIB = 2**30, 2**20
@@ -17,3 +19,19 @@ def largest(fits: Callable[[int], bool], high: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
+
+
+def finite(text: str) -> float:
+    """A number of a command line: neither nan nor inf, of which no comparison says that it does not fit."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text} is not a number; give a finite one")
+    return number
+
+
+def above_0(text: str) -> float:
+    """`finite`, and above 0."""
+    number = finite(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number

@@ -21,7 +21,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
-from ascend_rl.planning.die import GIB, HBM_GIB, RESERVE_GIB
+from ascend_rl.planning.die import GIB, HBM_GIB, RESERVE_GIB, finite
 from ascend_rl.planning.fsdp_memory import FsdpPlan, plan_fsdp
 from ascend_rl.planning.layouts import CHOICES, Fsdp, Rollout, Training
 from ascend_rl.planning.megatron_memory import TrainingPlan, plan_training
@@ -36,7 +36,7 @@ from ascend_rl.planning.plan_text import (
     training_text,
 )
 from ascend_rl.planning.rollout_memory import RolloutPlan, plan_rollout
-from ascend_rl.planning.tensors import stage_parameters
+from ascend_rl.planning.tensors import adapter_parameters, stage_parameters
 from ascend_rl.settings.model import PUBLISHED, Model
 from ascend_rl.settings.switch import CannotWork
 
@@ -96,14 +96,16 @@ def plan(
     return Plan(model, trained, rolled, sync, fits)
 
 
-def checkpoint_bytes(model: Model, fsdp: bool) -> int:
+def checkpoint_bytes(model: Model, fsdp: bool, lora_rank: int = 0) -> int:
     """One checkpoint of verl on disk, all ranks together: weights, Adam's two moments and, with Megatron, the
-    float32 copy of its bfloat16 weights; FSDP trains float32 weights.
+    float32 copy of its bfloat16 weights; FSDP trains float32 weights. With LoRA, adapters alone have these.
 
     >>> round(checkpoint_bytes(Model.named("Qwen3-235B-A22B"), fsdp=False) / 1e12, 2)  # TB
     3.29
     """
-    return sum(stage_parameters(model, model.layers).values()) * (4 + 8 if fsdp else 2 + 4 + 8)
+    adapters = model.layers * adapter_parameters(model, lora_rank)
+    parameters = sum(stage_parameters(model, model.layers).values()) + adapters
+    return parameters * (4 if fsdp else 2) + (adapters if lora_rank else parameters) * (8 if fsdp else 4 + 8)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,6 +128,7 @@ Writes nothing but the plan.""",
     parser.add_argument("--fsdp", type=int, choices=(1, 2), help="train with FSDP 1 or 2, not with Megatron")
     parser.add_argument("--fsdp-size", type=int, default=0, help="dies that share the states; default all")
     parser.add_argument("--sp", type=int, help="Ulysses SP of FSDP")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank; default none")
     parser.add_argument("--offload-policy", action="store_true", help="FSDP2: states stay in host memory")
     parser.add_argument("--rollout-tp", type=int, help="rollout TP")
     parser.add_argument("--rollout-ep", type=int, help="rollout EP: 1, or TP * data_parallel_size")
@@ -137,15 +140,15 @@ Writes nothing but the plan.""",
         default = getattr(Training, name)
         also = " (FSDP: full)" if name == "recompute" else " (FSDP: offload)" if name == "optimizer" else ""
         parser.add_argument(f"--{name.replace('_', '-')}", choices=values, help=f"default {default}{also}")
-    parser.add_argument("--imbalance", type=float, default=1.0, help="tokens of the fullest rank / mean")
+    parser.add_argument("--imbalance", type=finite, default=1.0, help="tokens of the fullest rank / mean")
     parser.add_argument("--no-param-offload", action="store_true", help="weights stay during the rollout")
     parser.add_argument("--max-num-seqs", type=int, default=Rollout.max_num_seqs)
     parser.add_argument("--max-num-batched-tokens", type=int, help="default prompt + response")
     parser.add_argument("--moe-chunk-tokens", type=int, help="VLLM_FUSED_MOE_CHUNK_SIZE; default all at once")
     parser.add_argument("--graph-sizes", help="tokens of the decode graphs, as 32,64,128,256; default none")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=Rollout.gpu_memory_utilization)
-    parser.add_argument("--hbm-gib", type=float, default=HBM_GIB, help="HBM of a die")
-    parser.add_argument("--reserve-gib", type=float, default=RESERVE_GIB, help="HCCL buffers and the like")
+    parser.add_argument("--gpu-memory-utilization", type=finite, default=Rollout.gpu_memory_utilization)
+    parser.add_argument("--hbm-gib", type=finite, default=HBM_GIB, help="HBM of a die")
+    parser.add_argument("--reserve-gib", type=finite, default=RESERVE_GIB, help="HCCL buffers and the like")
     parser.add_argument("--suggest", type=int, default=5, help="how many partitions to suggest")
     parser.add_argument("--json", action="store_true")
     return parser
@@ -164,6 +167,7 @@ def _fsdp_layout(arguments: argparse.Namespace, tokens: int) -> Fsdp:
         param_offload=not arguments.no_param_offload,
         optimizer_offload=arguments.optimizer != "resident",
         offload_policy=arguments.offload_policy,
+        lora_rank=arguments.lora_rank,
     )
 
 
@@ -175,8 +179,10 @@ def _layouts(arguments: argparse.Namespace) -> tuple[Training | Fsdp, Rollout]:
     sequence, split = arguments.prompt + arguments.response, arguments.cp or 1
     if arguments.fsdp:
         split = arguments.sp or 1
-    if min(sequence, split, arguments.dies) < 1:
-        raise CannotWork("--dies, --cp, --sp and --prompt + --response must be at least 1")
+    if min(sequence, split, arguments.dies) < 1 or arguments.lora_rank < 0:
+        raise CannotWork(
+            "--dies, --cp, --sp and --prompt + --response must be at least 1, --lora-rank 0 or more"
+        )
     tokens = arguments.max_token_len_per_gpu or math.ceil(sequence / split)
     training: Training | Fsdp
     if arguments.fsdp:
@@ -193,6 +199,7 @@ def _layouts(arguments: argparse.Namespace) -> tuple[Training | Fsdp, Rollout]:
             imbalance=arguments.imbalance,
             layer_split=_numbers(arguments.layer_split),
             param_offload=not arguments.no_param_offload,
+            lora_rank=arguments.lora_rank,
             **{name: getattr(arguments, name) or getattr(Training, name) for name in CHOICES},
         )
     rollout = Rollout(
@@ -239,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     describe, suggested = (fsdp_text, fsdp_line) if arguments.fsdp else (training_text, training_line)
     lines = describe(result.training) + rollout_text(result.rollout)
     lines.append(f"weight sync: {gib(result.sync_bytes)} GiB, both engines' weights on a die")
-    saved = checkpoint_bytes(model, bool(arguments.fsdp))
+    saved = checkpoint_bytes(model, bool(arguments.fsdp), arguments.lora_rank)
     lines.append(
         f"checkpoint: {gib(saved)} GiB on disk; {saved / 1e9:.0f} s if all nodes together write 1 GB/s"
     )

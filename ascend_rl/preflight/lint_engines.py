@@ -18,7 +18,17 @@ from ascend_rl.experts import support_eplb
 from ascend_rl.loss import dapo, old_log_prob
 from ascend_rl.planning import layouts, memory_plan
 from ascend_rl.preflight import switches
-from ascend_rl.preflight.lint_setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup, checkpoint, rule
+from ascend_rl.preflight.lint_setup import (
+    ACTOR,
+    MEGATRON,
+    ROLLOUT,
+    VLLM,
+    Setup,
+    as_mapping,
+    checkpoint,
+    local_path,
+    rule,
+)
 from ascend_rl.rollout import npu_graph, npu_options
 from ascend_rl.settings.model import QWEN
 from ascend_rl.settings.switch import CannotWork
@@ -339,6 +349,18 @@ def _(s):
 # Memory, by the planner.
 
 
+def lora_rank(s: Setup) -> int:
+    """The rank of the adapters that are trained in place of the weights; 0 for none."""
+    key = "actor_rollout_ref.model"
+    if s.megatron:
+        return max(s.number(f"{key}.lora.rank", 0), 0)
+    rank = max(s.number(f"{key}.lora_rank", 0), 0)
+    adapter = local_path(s.get(f"{key}.lora_adapter_path"))
+    if adapter and (file := adapter / "adapter_config.json").is_file():
+        rank = int(as_mapping(file.read_text()).get("r") or rank)
+    return rank
+
+
 def _fsdp(s: Setup) -> layouts.Fsdp:
     engine, checkpointing = f"{ACTOR}.fsdp_config", "actor_rollout_ref.model.enable_gradient_checkpointing"
     micro = s.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu") * -(-s.sequence // s.sp)
@@ -354,6 +376,7 @@ def _fsdp(s: Setup) -> layouts.Fsdp:
         offload_policy=bool(s.get(f"{engine}.offload_policy")),
         reshard_after_forward=bool(s.get(f"{engine}.reshard_after_forward", True)),
         parameter_bytes=4 if s.get(f"{engine}.model_dtype") in ("fp32", "float32") else 2,
+        lora_rank=lora_rank(s),
     )
 
 
@@ -374,6 +397,7 @@ def _megatron(s: Setup, experts: bool) -> layouts.Training:
         moe_zero_memory=s.get(f"{transformer}.moe_zero_memory", "disable"),
         layer_split=s.layer_split,
         param_offload=bool(s.get(f"{MEGATRON}.param_offload")),
+        lora_rank=lora_rank(s),
     )
 
 
@@ -702,7 +726,7 @@ def _(s):
     folder = Path(str(s.get("trainer.default_local_dir", "."))).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     kept = s.number("trainer.max_actor_ckpt_to_keep", 0)
-    wanted = (kept + 1) * memory_plan.checkpoint_bytes(s.model, not s.megatron)
+    wanted = (kept + 1) * memory_plan.checkpoint_bytes(s.model, not s.megatron, lora_rank(s))
     if kept and (free := shutil.disk_usage(existing).free) < wanted:
         yield "trainer.default_local_dir", f"{free / 1e9:.0f} GB free, {wanted / 1e9:.0f} GB needed"
 

@@ -23,6 +23,7 @@ import yaml
 
 from ascend_rl.hdp import hdp
 from ascend_rl.planning import rollout_time, training_time
+from ascend_rl.planning.die import above_0
 from ascend_rl.planning.layouts import Training
 from ascend_rl.planning.rollout_time import Decoder, Engines, RolloutTime, draw_lengths
 from ascend_rl.planning.training_time import Trained
@@ -322,7 +323,9 @@ Starts nothing and writes nothing but the prediction. See docs/step_time.md.""",
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a training script")
     parser.add_argument("env_script", nargs="?", metavar="ENV_SCRIPT", help="environment of the run")
     parser.add_argument("overrides", nargs="*", metavar="HYDRA_OVERRIDE", help="as given to ray_start_npu.sh")
-    parser.add_argument("--median", type=float, default=MEDIAN, help=f"response tokens; default {MEDIAN:.0f}")
+    parser.add_argument(
+        "--median", type=above_0, default=MEDIAN, help=f"response tokens; default {MEDIAN:.0f}"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--published", action="store_true", help="print the comparison as Markdown")
     parser.add_argument("--lang", choices=("en", "zh"), default="en", help="of --published")
