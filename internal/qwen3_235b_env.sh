@@ -17,7 +17,4 @@ export ALL_TO_ALL_RESHARD="${ALL_TO_ALL_RESHARD:-1}"
 # VLLM_ENABLE_EPLB=1: balance the rollout's experts; needs ALL_TO_ALL_RESHARD=0, and copies of experts where a die holds one
 # (docs/eplb.md).
 # VLLM_FUSED_MOE_CHUNK_SIZE=8192: MoE layers of a prefill in chunks, for more KV cache (docs/training_memory.md).
-# ROLLOUT_REBALANCE_ENABLE=1: move unfinished requests between the engines of the rollout, and capture smaller graphs for them
-# (docs/rollout_rebalance.md).
 export USE_HDP="${USE_HDP:-0}" VLLM_ENABLE_EPLB="${VLLM_ENABLE_EPLB:-0}"
-export ROLLOUT_REBALANCE_ENABLE="${ROLLOUT_REBALANCE_ENABLE:-0}"

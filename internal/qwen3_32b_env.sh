@@ -7,10 +7,3 @@ export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-1}"  # the rollout decodes with g
 # prefetched while attention computes. (VLLM_ASCEND_ENABLE_FLASHCOMM and _DENSE_OPTIMIZE of older versions are the former.)
 export VLLM_ASCEND_ENABLE_FLASHCOMM1="${VLLM_ASCEND_ENABLE_FLASHCOMM1:-1}"
 export VLLM_ASCEND_ENABLE_PREFETCH_MLP="${VLLM_ASCEND_ENABLE_PREFETCH_MLP:-1}"
-
-# 1: move unfinished requests between the vLLM servers of a rollout, and capture smaller graphs for them
-# (docs/rollout_rebalance.md). Not yet run on NPUs.
-export ROLLOUT_REBALANCE_ENABLE="${ROLLOUT_REBALANCE_ENABLE:-0}"
-
-# 1: optimise decode graphs with npugraph_ex, with kernels compiled for their sizes (docs/npu_options.md).
-export ENABLE_NPUGRAPH_EX="${ENABLE_NPUGRAPH_EX:-0}" ENABLE_STATIC_KERNEL="${ENABLE_STATIC_KERNEL:-0}"

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
 # Sourced by the CPU recipes of the tiny models: settings of the rollout and the run, independent of the trainer.
+. "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 
 # qwen3_tiny_layout: append to ARGS. Reads NNODES, NPUS_PER_NODE, STEPS and OUTPUT_DIR.
 qwen3_tiny_layout() {
@@ -37,4 +38,8 @@ qwen3_tiny_layout() {
         trainer.default_local_dir="$OUTPUT_DIR/checkpoints"
         hydra.run.dir="$OUTPUT_DIR/hydra"
     )
+    if smoking; then die "SMOKE=1: this recipe already is a small run on CPUs; unset SMOKE"; fi
+    if [ -n "${PROFILE:-}" ]; then die "PROFILE=$PROFILE: the profiler is that of NPUs; unset it for a run on CPUs"; fi
+    rollout_switches
+    refuse_unread
 }

@@ -2,8 +2,17 @@
 # Sourced after common.sh by the recipes of real models: where they run, their inputs, shared settings, and SMOKE=1.
 # Functions without arguments append to the recipe's array ARGS.
 
+# switched NAME: whether the variable NAME switches its feature on: 1 or true. Stops at anything but these, 0, false and nothing.
+switched() {
+    case "${!1:-0}" in
+    1 | [Tt]rue | TRUE) ;;
+    0 | [Ff]alse | FALSE) return 1 ;;
+    *) die "$1=${!1}: give 1 or 0" ;;
+    esac
+}
+
 smoking() {
-    [ "${SMOKE:-0}" = 1 ]
+    switched SMOKE
 }
 
 # dies NNODES NPUS_PER_NODE: the size a recipe is made for, unless variables of these names override it. With SMOKE=1 the
@@ -109,6 +118,7 @@ profile() {
 
 # Where it runs and where results go. A rollout of 32K responses takes up to two hours, during which ranks wait for each
 # other: verl's default of 600 s would end the run. HCCL_TP_EXPANSION_MODE is where the rollout's TP expands its collectives.
+# Call it last but for `smoke`.
 trainer() {
     ARGS+=(
         trainer.device=npu
@@ -122,24 +132,15 @@ trainer() {
         hydra.run.dir="$OUTPUT_DIR/hydra"
     )
     profile
+    rollout_switches
+    refuse_unread
     if [ -n "${HCCL_TP_EXPANSION_MODE:-}" ]; then
         ARGS+=(+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.hccl_op_expansion_mode.tp="$HCCL_TP_EXPANSION_MODE")
     fi
 }
 
-# vLLM with decode graphs. Reads MAX_PROMPT, MAX_RESPONSE, MAX_NUM_SEQS, GRAPH_SIZES and GPU_MEMORY, and of the environment
-# ENABLE_SAM, NUM_SPECULATIVE_TOKENS, ENABLE_NPUGRAPH_EX and ENABLE_STATIC_KERNEL (docs/npu_options.md), and
-# ROLLOUT_REBALANCE_ENABLE. Call it when TP is set.
+# vLLM with decode graphs. Reads MAX_PROMPT, MAX_RESPONSE, MAX_NUM_SEQS, GRAPH_SIZES and GPU_MEMORY.
 rollout_with_graphs() {
-    local vllm=+actor_rollout_ref.rollout.engine_kwargs.vllm tp smallest
-    # Moves at the end of a rollout gain nothing below the smallest graph: halve it, down to a multiple of TP.
-    if [ "${ROLLOUT_REBALANCE_ENABLE:-0}" = 1 ]; then
-        tp="$(setting actor_rollout_ref.rollout.tensor_model_parallel_size)"
-        smallest="${GRAPH_SIZES#[}" smallest="${smallest%%[],]*}"
-        while [ $((smallest % 2)) = 0 ] && [ $((smallest / 2 % ${tp:-1})) = 0 ] && [ "$smallest" -gt 4 ]; do
-            smallest=$((smallest / 2)) GRAPH_SIZES="[$smallest,${GRAPH_SIZES#[}"
-        done
-    fi
     ARGS+=(
         actor_rollout_ref.rollout.name=vllm
         actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY"
@@ -150,20 +151,62 @@ rollout_with_graphs() {
         actor_rollout_ref.rollout.enable_chunked_prefill=True
         actor_rollout_ref.rollout.enforce_eager=False
         actor_rollout_ref.rollout.cudagraph_capture_sizes="$GRAPH_SIZES"
-        "$vllm".compilation_config.cudagraph_mode=FULL_DECODE_ONLY
+        +actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY
         actor_rollout_ref.rollout.calculate_log_probs=True  # to compare with the trainer's: is it the same model?
         actor_rollout_ref.rollout.data_rebalance=True       # the samples of a prompt go to different servers
     )
-    # Drafts from text seen before, in batches of up to a quarter of max_num_seqs: larger ones gain nothing.
-    if [ "${ENABLE_SAM:-0}" = 1 ]; then
+}
+
+# What the environment switches on in the rollout of every recipe: ENABLE_SAM with NUM_SPECULATIVE_TOKENS, ENABLE_NPUGRAPH_EX,
+# ENABLE_STATIC_KERNEL (docs/npu_options.md) and ROLLOUT_REBALANCE_ENABLE. What the recipe's rollout cannot do is passed on
+# too: the linter and verl's server refuse it by name. Call it when the rollout is set.
+rollout_switches() {
+    local vllm=+actor_rollout_ref.rollout.engine_kwargs.vllm requests
+    if switched ENABLE_SAM; then
+        # Drafts from text seen before, in batches of up to a quarter of max_num_seqs (verl's default: 1024): larger ones
+        # gain nothing.
+        requests="$(setting actor_rollout_ref.rollout.max_num_seqs)"
         ARGS+=(
             "$vllm".speculative_config.method=sam
             "$vllm".speculative_config.num_speculative_tokens="${NUM_SPECULATIVE_TOKENS:-3}"
-            "$vllm".additional_config.bs_threshold_for_spec_decode=$((MAX_NUM_SEQS / 4))
+            "$vllm".additional_config.bs_threshold_for_spec_decode=$((${requests:-1024} / 4))
         )
     fi
-    if [ "${ENABLE_NPUGRAPH_EX:-0}" = 1 ]; then ARGS+=("$vllm".additional_config.enable_npugraph_ex=True); fi
-    if [ "${ENABLE_STATIC_KERNEL:-0}" = 1 ]; then ARGS+=("$vllm".additional_config.enable_static_kernel=True); fi
+    if switched ENABLE_NPUGRAPH_EX; then ARGS+=("$vllm".additional_config.enable_npugraph_ex=True); fi
+    if switched ENABLE_STATIC_KERNEL; then ARGS+=("$vllm".additional_config.enable_static_kernel=True); fi
+    if switched ROLLOUT_REBALANCE_ENABLE; then smaller_graphs; fi
+}
+
+# Moves at the end of a rollout gain nothing below the smallest graph: halve it, down to a multiple of TP.
+smaller_graphs() {
+    local key=actor_rollout_ref.rollout.cudagraph_capture_sizes tp sizes smallest i
+    tp="$(setting actor_rollout_ref.rollout.tensor_model_parallel_size)"
+    for i in "${!ARGS[@]}"; do
+        [[ "${ARGS[i]}" == "$key=["* ]] || continue
+        sizes="${ARGS[i]#"$key=["}" smallest="${sizes%%[],]*}"
+        while [ $((smallest % 2)) = 0 ] && [ $((smallest / 2 % ${tp:-1})) = 0 ] && [ "$smallest" -gt 4 ]; do
+            smallest=$((smallest / 2)) sizes="$smallest,$sizes"
+        done
+        ARGS[i]="$key=[$sizes"
+    done
+}
+
+# A variable of other recipes that this one does not take would be ignored: stop, and name the key that does the same.
+refuse_unread() {
+    local name key value
+    while read -r name key; do
+        value="$(setting "$key")"
+        [ -z "${!name:-}" ] || [ "${value:-False}" = "${!name}" ] ||
+            die "$name=${!name} has no effect in this recipe; unset it, or give $key=${!name} after the scripts"
+    done <<'END'
+OVERLONG reward.reward_kwargs.overlong_buffer_cfg.enable
+LOSS_MODE actor_rollout_ref.actor.policy_loss.loss_mode
+LOSS_AGG_MODE actor_rollout_ref.actor.loss_agg_mode
+CLIP_RATIO_LOW actor_rollout_ref.actor.clip_ratio_low
+CLIP_RATIO_HIGH actor_rollout_ref.actor.clip_ratio_high
+SAVE_FREQ trainer.save_freq
+WORKERS trainer.use_legacy_worker_impl
+END
 }
 
 # MindSpeed's options for any Megatron model. verl's `repatch` passes override_transformer_config to MindSpeed.
@@ -228,7 +271,7 @@ smoke() {
     local updates=$((TRAIN_BATCH / MINI_BATCH)) argument gen_tp gen_dp=1 stages checkpoint
     if [ "$1" = moe ]; then data="$ROOT/data/tiny_moe"; fi
     checkpoint="${data}_mcore"
-    if [ "${USE_ALLTOALL_OVERLAP:-0}" = 1 ]; then checkpoint+=_overlap; fi  # another layout of the experts
+    if switched USE_ALLTOALL_OVERLAP; then checkpoint+=_overlap; fi  # another layout of the experts
     if [ "${DRY_RUN:-0}" != 1 ]; then smoke_data "$1" "$data" "$checkpoint" >&2; fi
 
     SMOKE_DIES=1 SMOKE_SIZES=()

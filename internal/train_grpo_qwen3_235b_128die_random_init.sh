@@ -11,7 +11,7 @@
 # Duration: not published; every response runs to its limit or stops at random
 #
 # Variables: NNODES (8), NPUS_PER_NODE (16), MODEL_PATH (configuration and tokenizer), TRAIN_FILE (DeepScaleR), TEST_FILE
-#            (AIME), OUTPUT_DIR; SMOKE=1 runs it scaled down on a laptop (docs/rehearsal.md)
+#            (AIME), OUTPUT_DIR, SAVE_FREQ (-1); SMOKE=1 runs it scaled down on a laptop (docs/rehearsal.md)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/qwen3_235b_layout.sh"
@@ -64,7 +64,7 @@ ARGS=(
     trainer.total_epochs=1
     trainer.val_before_train=False
     trainer.test_freq=-1
-    trainer.save_freq=-1
+    trainer.save_freq="${SAVE_FREQ:--1}"
 )
 qwen3_235b_layout
 math_reward

@@ -31,6 +31,7 @@ from ascend_rl.preflight.lint_engines import captured_sizes, piecewise_limit
 from ascend_rl.preflight.lint_script import PLACEHOLDER
 from ascend_rl.preflight.lint_setup import RULES, Setup, checkpoint
 from ascend_rl.preflight.lint_sizes import SIZES
+from ascend_rl.preflight.lint_values import MIGRATED
 from ascend_rl.preflight.tuning import LANGUAGES, markdown, table
 from ascend_rl.preflight.verl_config import package, resolve
 from ascend_rl.settings.model import Model
@@ -106,7 +107,7 @@ def test_no_value_breaks_a_rule(base, on_base):
         *parents, name = key.split(".")
         node = functools.reduce(dict.__getitem__, parents, resolved.config)
         kept = node[name]
-        for value in (0, -1, None, "", "abc", [], {}, 2.5, 1 << 40):
+        for value in (0, -1, None, "", "abc", [], {}, 2.5, 1 << 40, math.nan, math.inf):
             node[name] = value
             found = [finding for rule in RULES for finding in rule(Setup(run, resolved, {}))]
             if key in SIZES and value in (0, -1, "abc"):
@@ -114,6 +115,9 @@ def test_no_value_breaks_a_rule(base, on_base):
         node[name] = kept
 
 
+BUFFER, LIMIT = "+reward.reward_kwargs.overlong_buffer_cfg", "+reward.reward_kwargs.max_resp_len"
+OVERLONG, OFF = f"reward.reward_manager.name=dapo {BUFFER}", f"{BUFFER}.enable=False"
+PAID = f"{BUFFER}.penalty_factor=1.0 {BUFFER}.log=False {BUFFER}.enable=True"
 OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("config.group", "fsdp", "model_engine=nonesuch"),
     ("config.interpolation", "fsdp", "trainer.project_name=${nothing.here}"),
@@ -193,6 +197,28 @@ OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("values.type", "megatron", f"{ACTOR}.use_dynamic_bsz=yess"),
     ("values.type", "megatron", f"{ACTOR}.optim.lr=1e-6x"),
     ("values.range", "megatron", f"{ROLLOUT}.temperature=0"),
+    ("values.finite", "megatron", f"{ACTOR}.optim.lr=nan"),
+    ("values.finite", "fsdp", f"{ACTOR}.kl_loss_coef=inf"),
+    ("values.finite", "fsdp", f"{ROLLOUT}.max_num_seqs=inf"),
+    ("values.finite", "fsdp", f"{ACTOR}.clip_ratio_high=nan"),
+    ("values.finite", "fsdp", f"{ROLLOUT}.gpu_memory_utilization=nan"),
+    ("values.finite", "fsdp", "algorithm.gamma=-inf"),
+    ("algorithm.greedy_validation", "fsdp", f"{ROLLOUT}.val_kwargs.n=8"),
+    ("algorithm.greedy_validation", "fsdp", f"{ROLLOUT}.val_kwargs={{n:4,do_sample:True}}"),
+    ("config.dropped", "fsdp", "+reward_model.overlong_buffer.enable=True"),
+    ("config.dropped", "fsdp", "+reward_model.micro_batch_size_per_gpu=8"),
+    ("config.dropped", "fsdp", "+reward_model.launch_reward_fn_async=True"),
+    ("algorithm.overlong", "fsdp", f"{OVERLONG}.enable=False {OVERLONG}.len=0"),
+    ("algorithm.overlong", "fsdp", f"{LIMIT}=4096 {OVERLONG}.len=8192 {OFF}"),
+    ("algorithm.overlong", "fsdp", f"{LIMIT}=9000 {OVERLONG}.len=8999 {PAID}"),
+    ("algorithm.overlong", "fsdp", f"{LIMIT}=8192 {OVERLONG}.len=0 {PAID}"),
+    ("algorithm.overlong", "fsdp", f"{LIMIT}=8192 {OVERLONG}.len=64 {OFF}"
+     f" {OVERLONG}.enable=True"),
+    ("algorithm.overlong", "fsdp", "reward_model.reward_manager=dapo "
+     "+reward_model.reward_kwargs.overlong_buffer_cfg={enable:False,len:0}"),
+    ("algorithm.overlong_length", "fsdp", f"{LIMIT}=4096 {OVERLONG}.len=64 {PAID}"),
+    ("algorithm.overlong_length", "fsdp", f"{LIMIT}=8192 {OVERLONG}.len=64 {PAID} "
+     "reward.reward_manager.name=naive"),
     ("algorithm.dual_clip", "megatron", f"{ACTOR}.clip_ratio_c=0.9"),
     ("algorithm.group_of_one", "megatron", f"{ROLLOUT}.n=1"),
     ("train.resume", "megatron", "trainer.resume_mode=resume_path"),
@@ -226,6 +252,12 @@ VARIABLES = [  # (rule, bash lines)
         "SET[+$rollout.engine_kwargs.vllm.additional_config.hccl_op_expansion_mode]='{tp:AIV,ep:AIV}'",
     ),
     ("env.value", "export HCCL_OP_EXPANSION_MODE=aiv"),
+    (
+        "env.visible_devices",
+        "export RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1 NPUS_PER_NODE=8; "
+        "export ASCEND_RT_VISIBLE_DEVICES=8,9,10,11,12,13,14,15; SET[trainer.n_gpus_per_node]=8",
+    ),
+    ("env.visible_devices", "export RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1"),
     ("env.unread", "export VLLM_ASCEND_ENABLE_DENSE_OPTIMIZE=1"),
     ("env.port", "export HCCL_IF_BASE_PORT=65530"),
     ("env.device_connections", "export CUDA_DEVICE_MAX_CONNECTIONS=8"),
@@ -241,6 +273,59 @@ VARIABLES = [  # (rule, bash lines)
 @pytest.mark.parametrize(("rule", "lines"), VARIABLES, ids=lambda value: value[:40])
 def test_variables_that_spoil_a_run(rule, lines, on_base):
     assert checks(linter.lint(on_base("megatron", lines))) == {rule}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1",
+        "ASCEND_RT_VISIBLE_DEVICES=$(seq -s, 0 15) RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1",
+        "ASCEND_RT_VISIBLE_DEVICES=$(seq -s, 16 31)",
+    ],
+)
+def test_dies_may_be_chosen_one_way(lines, on_base):
+    assert checks(linter.lint(on_base("megatron", f"export {lines}"))) == set()
+
+
+def test_what_verl_moves_from_reward_model_is_what_the_rule_knows():
+    """verl's own migration: a key it moves changes what is below reward; the rule names the others."""
+    from omegaconf import OmegaConf, open_dict
+
+    from verl.experimental.reward_loop import migrate_legacy_reward_impl
+
+    keys = """num_workers=3 reward_manager=dapo enable=True nnodes=2 model.path=/m rollout.name=vllm
+        +reward_kwargs.max_resp_len=9 +overlong_buffer.len=9 +launch_reward_fn_async=True +strategy=fsdp
+        +max_length=9 reward_loop_source=importlib""".split()
+    for word in keys:
+        key = f"reward_model.{word.lstrip('+').partition('=')[0]}"
+        plain, given = (
+            OmegaConf.create(resolve("verl.trainer.main_ppo", words).config)
+            for words in ([], [("+" if word[0] == "+" else "") + f"reward_model.{word.lstrip('+')}"])
+        )
+        for config in (plain, given):
+            with open_dict(config):
+                migrate_legacy_reward_impl(config)
+        assert (plain.reward != given.reward) == bool(
+            MIGRATED.fullmatch(key.removeprefix("reward_model."))
+        ), key
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{LIMIT}=8192 {OVERLONG}.len=4096 {PAID}",
+        f"{LIMIT}=8192 {OVERLONG}.len=0 {OFF}",
+        f"{LIMIT}=8192 {OVERLONG}.len=8192 {OFF}",
+        f"{OFF} {OVERLONG}.len=0 reward.reward_manager.name=naive",  # whose constructor does not look
+        f"{ACTOR}.clip_ratio_high=inf {ACTOR}.grad_clip=inf",
+        f"{ROLLOUT}.val_kwargs.n=8 {ROLLOUT}.val_kwargs.do_sample=True {ROLLOUT}.val_kwargs.temperature=1.0",
+        "reward_model.reward_manager=dapo reward_model.num_workers=4",
+    ],
+)
+def test_what_runs_is_not_reported(words, on_base):
+    found = linter.lint(on_base("fsdp"), None, words.split())
+    allowed = {"algorithm.clip_range", "config.duplicate"}
+    assert checks(found) <= allowed, [finding.why for finding in found]
 
 
 def test_what_needs_no_checkpoint_may_save_none(on_base):
@@ -270,6 +355,24 @@ def test_checkpoints_need_room(on_base, tmp_path):
         ]
         assert bool(found) == is_found
         assert all("9874 GB needed" in finding.why + finding.where for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "words"),
+    [
+        (
+            "fsdp",
+            "lora_rank",
+            f"{ROLLOUT}.tensor_model_parallel_size=8 actor_rollout_ref.model.path=/d/Qwen3-32B",
+        ),
+        ("megatron", "lora.rank", "actor_rollout_ref.model.path=/d/Qwen3-235B-A22B"),
+    ],
+)
+def test_the_planner_knows_lora(base, key, words, on_base):
+    """verl#3566: a model that does not fit whole does with frozen weights."""
+    ranks = [[f"actor_rollout_ref.model.{key}={rank}", *words.split()] for rank in (0, 16)]
+    whole, lora = (checks(linter.lint(on_base(base), None, more)) for more in ranks)
+    assert "train.memory" in whole and "train.memory" not in lora
 
 
 def test_a_checkpoint_is_resumed_by_the_engine_that_saved_it(on_base, tmp_path):
@@ -499,8 +602,17 @@ def test_every_rule_is_tried():
         "rollout.kv_capacity",
         "rollout.seats",
         "options.unchecked",
+        "options.idle",  # test_switches.py
         "paths.content",  # test_lint_values.py
         "paths.function",
+        *(
+            "data.content",
+            "data.rows",
+            "data.source",
+            "paths.weights",
+            "paths.tokenizer",
+        ),  # test_lint_files.py
+        "train.resume_step",
         "env.interface",
     }
     for sample in MISTAKES:

@@ -667,6 +667,53 @@ def test_states_are_fp32_and_shared_over_the_fsdp_size():
     assert whole_model.gathered - one.gathered == 2 * PARAMETERS["qwen3-32b"]
 
 
+@pytest.mark.parametrize("experts", [0, 4])
+def test_adapters_are_those_of_peft(experts):
+    """Every linear layer but lm_head, experts and gates included, as verl's FSDP workers ask for."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {
+        **PUBLISHED["qwen3-30b-a3b" if experts else "qwen3-32b"],
+        **dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8),
+        **dict(vocab_size=64, intermediate_size=48, moe_intermediate_size=24, num_experts=experts),
+    }
+    model = Model.from_config(config)
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    adapted = get_peft_model(whole, LoraConfig(r=3, target_modules="all-linear"))
+    trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
+    assert model.layers * tensors.adapter_parameters(model, 3) == trained
+    layout = layouts.Fsdp(dies=1, lora_rank=3, max_token_len_per_gpu=64)
+    one = fsdp_memory.plan_fsdp(model, layout)
+    assert one.weights == 4 * sum(one.numel() for one in adapted.parameters())
+    assert (one.gradients, one.optimizer, one.step) == (4 * trained, 8 * trained, 4 * trained)
+
+
+def test_frozen_weights_have_neither_gradients_nor_optimizer():
+    """verl#3566: of LoRA only the adapters do, in Megatron and FSDP, in a checkpoint and in the rollout."""
+    full, lora = (memory_plan.plan(DENSE, replace(FSDP, lora_rank=rank)).training for rank in (0, 32))
+    assert lora.gradients < full.gradients / 50 and lora.optimizer < full.optimizer / 50
+    assert full.weights < lora.weights < 1.02 * full.weights
+    for model, layout in ((BIG, TRAINING), (DENSE, Training(dies=32, tp=8, optimizer="resident"))):
+        full, lora = (memory_plan.plan(model, replace(layout, lora_rank=rank)).training for rank in (0, 16))
+        for all_, few in zip(full.stages, lora.stages, strict=True):
+            adapters = (few.weights - all_.weights) // 2
+            assert 0 < adapters and few.gradients == 4 * adapters < all_.gradients / 20
+            assert few.optimizer + few.swapped < (all_.optimizer + all_.swapped) / 5
+        assert lora.peak_bytes < full.peak_bytes
+    for fsdp in (True, False):
+        saved = [memory_plan.checkpoint_bytes(DENSE, fsdp, rank) for rank in (0, 32)]
+        assert saved[1] < saved[0] * (0.4 if fsdp else 0.2)
+
+
+@pytest.mark.parametrize("option", ["--hbm-gib", "--reserve-gib", "--gpu-memory-utilization", "--imbalance"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_size_is_a_number(option, value, capsys):
+    with pytest.raises(SystemExit):
+        memory_plan.main(["--model", "qwen3-8b", "--dies", "16", f"{option}={value}"])
+    assert "give a finite one" in capsys.readouterr().err
+
+
 def test_checkpointing_keeps_the_input_of_each_layer():
     kept = fsdp_memory.plan_fsdp(DENSE, replace(FSDP, recompute="none"))
     assert kept.activations == DENSE.layers * kept.working

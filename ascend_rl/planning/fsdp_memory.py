@@ -10,6 +10,7 @@ from ascend_rl.planning.layouts import Fsdp, fsdp_problems
 from ascend_rl.planning.tensors import (
     LOGIT_BYTES,
     WEIGHT_BYTES,
+    adapter_parameters,
     attention_activation_bytes,
     mlp_activation_bytes,
 )
@@ -20,6 +21,7 @@ ADAM_MOMENTS = 2  # of FSDP, in the dtype of the parameters, which are the maste
 # FSDP, bytes a parameter of the unit (layer) at work. bf16: its weights, the gathered ones they were copied
 # from, the next unit's, its gradients; fp32: what is reduced of the unit before.
 UNIT_BYTES = 3 * 2 + 2 + 4
+FROZEN_BYTES = 3 * 2  # the same without gradients
 
 
 def layer_shapes(model: Model) -> list[tuple[int, ...]]:
@@ -85,10 +87,14 @@ class FsdpPlan:
 def _fsdp_peak(model: Model, layout: Fsdp) -> dict[str, int]:
     units = fsdp_units(model, layout.version)
     sharded = sum(count * shard_numel(shapes, layout.shards, layout.version) for count, shapes in units)
-    weights = layout.parameter_bytes * sharded
+    adapters = math.ceil(model.layers * adapter_parameters(model, layout.lora_rank) / layout.shards)
+    weights = layout.parameter_bytes * (sharded + adapters)
+    trained = layout.parameter_bytes * adapters if layout.lora_rank else weights
     numels = [sum(map(math.prod, shapes)) for _, shapes in units]
     unit, root = max(numels[:-1]), numels[-1]  # the root stays whole until the end of backward
     gathered = max(UNIT_BYTES * unit + 4 * root, 8 * root)
+    if layout.lora_rank:
+        gathered = FROZEN_BYTES * unit + WEIGHT_BYTES * root
     if not layout.reshard_after_forward:
         gathered += WEIGHT_BYTES * sum(count * numel for (count, _), numel in zip(units, numels, strict=True))
 
@@ -97,9 +103,9 @@ def _fsdp_peak(model: Model, layout: Fsdp) -> dict[str, int]:
     kept = WEIGHT_BYTES * tokens * model.hidden if layout.recompute == "full" else working
     states = {
         "weights": weights,
-        "gradients": weights,
-        "optimizer": ADAM_MOMENTS * weights,
-        "step": weights,  # torch's foreach AdamW: the root of the second moment
+        "gradients": trained,
+        "optimizer": ADAM_MOMENTS * trained,
+        "step": trained,  # torch's foreach AdamW: the root of the second moment
     }
     if layout.offload_policy:
         states = dict.fromkeys(states, 0)

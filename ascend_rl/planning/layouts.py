@@ -18,6 +18,7 @@ class Training:
     ``imbalance``: tokens of the rank with the fullest experts, over the mean.
     ``layer_split``: layers of each pipeline stage; empty for ``split_layers``.
     ``param_offload``: weights and gradients leave the die during the rollout.
+    ``lora_rank``: above 0 only adapters have gradients and an optimizer (model.lora.rank).
     """
 
     dies: int
@@ -33,6 +34,7 @@ class Training:
     imbalance: float = 1.0
     layer_split: tuple[int, ...] = ()
     param_offload: bool = True
+    lora_rank: int = 0
 
     @property
     def dp(self) -> int:
@@ -49,6 +51,7 @@ class Fsdp:
     ``param_offload``, ``optimizer_offload``: away during the rollout, on the die during the whole update.
     ``offload_policy``: FSDP2 keeps weights, gradients and optimizer in host memory at all times.
     ``parameter_bytes``: of the weights that the optimizer updates (model_dtype), 4 for fp32, verl's default.
+    ``lora_rank``: above 0 only adapters have gradients and an optimizer (model.lora_rank).
     """
 
     dies: int
@@ -62,6 +65,7 @@ class Fsdp:
     offload_policy: bool = False
     reshard_after_forward: bool = True
     parameter_bytes: int = 4
+    lora_rank: int = 0
 
     @property
     def shards(self) -> int:

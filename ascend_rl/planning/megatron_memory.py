@@ -14,6 +14,7 @@ from ascend_rl.planning.layouts import Training, training_problems
 from ascend_rl.planning.tensors import (
     LOGIT_BYTES,
     WEIGHT_BYTES,
+    adapter_parameters,
     attention_activation_bytes,
     mlp_activation_bytes,
     stage_parameters,
@@ -81,7 +82,10 @@ def _stage(model: Model, layout: Training, index: int, layers: int) -> Stage:
     parts = stage_parameters(model, layers, tp, layout.ep, layout.etp, index == 0, index == pp - 1)
     parameters, experts = sum(parts.values()), parts.get("moe", 0)
     dense_shards, expert_shards = layout.dp * layout.cp, layout.dies // (pp * layout.ep * layout.etp)
+    adapters = layers * adapter_parameters(model, layout.lora_rank, tp, layout.ep, layout.etp)
     states = OPTIMIZER_BYTES * ((parameters - experts) // dense_shards + experts // expert_shards)
+    if layout.lora_rank:  # as if all were of experts, which fewer dies share
+        states = OPTIMIZER_BYTES * adapters // expert_shards
     swap = layout.optimizer == "swap"
 
     tokens, etp, imbalance = layout.max_token_len_per_gpu, layout.etp, layout.imbalance
@@ -94,7 +98,8 @@ def _stage(model: Model, layout: Training, index: int, layers: int) -> Stage:
     micro_batches = pp - index
     activations = layers * micro_batches * kept
     logits = LOGIT_BYTES * tokens * model.vocabulary // tp if index == pp - 1 else 0
-    weights, gradients = WEIGHT_BYTES * parameters, GRADIENT_BYTES * parameters
+    weights = WEIGHT_BYTES * (parameters + adapters)
+    gradients = GRADIENT_BYTES * (adapters if layout.lora_rank else parameters)
     optimizer, swapped = (0, states // SWAP_TIMES) if swap else (states, 0)
     return Stage(
         layers=layers,

@@ -36,7 +36,7 @@ from ascend_rl.planning.plan_text import (
     training_text,
 )
 from ascend_rl.planning.rollout_memory import RolloutPlan, plan_rollout
-from ascend_rl.planning.tensors import stage_parameters
+from ascend_rl.planning.tensors import adapter_parameters, stage_parameters
 from ascend_rl.settings.model import PUBLISHED, Model
 from ascend_rl.settings.numbers import real, whole
 from ascend_rl.settings.switch import CannotWork
@@ -97,14 +97,16 @@ def plan(
     return Plan(model, trained, rolled, sync, fits)
 
 
-def checkpoint_bytes(model: Model, fsdp: bool) -> int:
+def checkpoint_bytes(model: Model, fsdp: bool, lora_rank: int = 0) -> int:
     """One checkpoint of verl on disk, all ranks together: weights, Adam's two moments and, with Megatron, the
-    float32 copy of its bfloat16 weights; FSDP trains float32 weights.
+    float32 copy of its bfloat16 weights; FSDP trains float32 weights. With LoRA, adapters alone have these.
 
     >>> round(checkpoint_bytes(Model.named("Qwen3-235B-A22B"), fsdp=False) / 1e12, 2)  # TB
     3.29
     """
-    return sum(stage_parameters(model, model.layers).values()) * (4 + 8 if fsdp else 2 + 4 + 8)
+    adapters = model.layers * adapter_parameters(model, lora_rank)
+    parameters = sum(stage_parameters(model, model.layers).values()) + adapters
+    return parameters * (4 if fsdp else 2) + (adapters if lora_rank else parameters) * (8 if fsdp else 4 + 8)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -131,6 +133,9 @@ Writes nothing but the plan.""",
         "--fsdp-size", type=whole(0), default=0, help="dies that share the states; default all"
     )
     parser.add_argument("--sp", type=whole(), help="Ulysses SP of FSDP")
+    parser.add_argument(
+        "--lora-rank", type=whole(0), default=0, help="train adapters of this rank; default none"
+    )
     parser.add_argument("--offload-policy", action="store_true", help="FSDP2: states stay in host memory")
     parser.add_argument("--rollout-tp", type=whole(), help="rollout TP")
     parser.add_argument("--rollout-ep", type=whole(), help="rollout EP: 1, or TP * data_parallel_size")
@@ -173,6 +178,7 @@ def _fsdp_layout(arguments: argparse.Namespace, tokens: int) -> Fsdp:
         param_offload=not arguments.no_param_offload,
         optimizer_offload=arguments.optimizer != "resident",
         offload_policy=arguments.offload_policy,
+        lora_rank=arguments.lora_rank,
     )
 
 
@@ -184,8 +190,10 @@ def _layouts(arguments: argparse.Namespace) -> tuple[Training | Fsdp, Rollout]:
     sequence, split = arguments.prompt + arguments.response, arguments.cp or 1
     if arguments.fsdp:
         split = arguments.sp or 1
-    if min(sequence, split, arguments.dies) < 1:
-        raise CannotWork("--dies, --cp, --sp and --prompt + --response must be at least 1")
+    if min(sequence, split, arguments.dies) < 1 or arguments.lora_rank < 0:
+        raise CannotWork(
+            "--dies, --cp, --sp and --prompt + --response must be at least 1, --lora-rank 0 or more"
+        )
     tokens = arguments.max_token_len_per_gpu or math.ceil(sequence / split)
     training: Training | Fsdp
     if arguments.fsdp:
@@ -202,6 +210,7 @@ def _layouts(arguments: argparse.Namespace) -> tuple[Training | Fsdp, Rollout]:
             imbalance=arguments.imbalance,
             layer_split=_numbers(arguments.layer_split),
             param_offload=not arguments.no_param_offload,
+            lora_rank=arguments.lora_rank,
             **{name: getattr(arguments, name) or getattr(Training, name) for name in CHOICES},
         )
     rollout = Rollout(
@@ -248,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     describe, suggested = (fsdp_text, fsdp_line) if arguments.fsdp else (training_text, training_line)
     lines = describe(result.training) + rollout_text(result.rollout)
     lines.append(f"weight sync: {gib(result.sync_bytes)} GiB, both engines' weights on a die")
-    saved = checkpoint_bytes(model, bool(arguments.fsdp))
+    saved = checkpoint_bytes(model, bool(arguments.fsdp), arguments.lora_rank)
     lines.append(
         f"checkpoint: {gib(saved)} GiB on disk; {saved / 1e9:.0f} s if all nodes together write 1 GB/s"
     )

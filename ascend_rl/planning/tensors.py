@@ -26,6 +26,22 @@ def layer_parameters(model: Model, tp: int = 1, ep: int = 1, etp: int = 1) -> di
     }
 
 
+def adapter_parameters(model: Model, rank: int, tp: int = 1, ep: int = 1, etp: int = 1) -> int:
+    """Parameters of LoRA in one layer that one rank holds: for each linear layer of [out, in], rank x (in +
+    out). As peft's all-linear; Megatron-Bridge fuses some and has fewer.
+    """
+    q, kv, hidden, ffn = (
+        model.heads * model.head_dim,
+        model.kv_heads * model.head_dim,
+        model.hidden,
+        model.ffn,
+    )
+    attention = (4 * hidden + 2 * q + 2 * kv) // tp
+    if not model.experts:
+        return rank * (attention + 3 * (hidden + ffn) // tp)
+    return rank * (attention + hidden + model.experts + model.experts // ep * 3 * (hidden + ffn) // etp)
+
+
 def stage_parameters(
     model: Model, layers: int, tp: int = 1, ep: int = 1, etp: int = 1, first: bool = True, last: bool = True
 ) -> dict[str, int]:

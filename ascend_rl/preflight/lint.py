@@ -27,6 +27,7 @@ from unittest import mock
 
 from ascend_rl.preflight import (  # noqa: F401  (they fill RULES)
     lint_engines,
+    lint_files,
     lint_options,
     lint_roll,
     lint_script,

@@ -13,11 +13,23 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from ascend_rl.experts import support_eplb
 from ascend_rl.loss import dapo, old_log_prob
 from ascend_rl.planning import layouts, memory_plan
-from ascend_rl.preflight.lint_setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup, checkpoint, rule
+from ascend_rl.preflight import switches
+from ascend_rl.preflight.lint_setup import (
+    ACTOR,
+    MEGATRON,
+    ROLLOUT,
+    VLLM,
+    Setup,
+    as_mapping,
+    checkpoint,
+    local_path,
+    rule,
+)
 from ascend_rl.rollout import npu_graph, npu_options
 from ascend_rl.settings.model import QWEN
 from ascend_rl.settings.switch import CannotWork
@@ -190,6 +202,17 @@ def _(s):
 
 
 @rule(
+    "options.idle",
+    "warning",
+    "a switch that is on changes something in this run",
+    why="it is silently ignored",
+    fix="leave it out, or set what it needs",
+)
+def _(s):
+    yield from switches.idle(s)
+
+
+@rule(
     "rollout.eplb",
     "error",
     "with VLLM_ENABLE_EPLB=1 there are experts, expert parallelism and matching sizes",
@@ -207,7 +230,8 @@ def _(s):
     }
     kind = support_eplb.MODELS[0] if s.model.experts else "a dense model"
     model = SimpleNamespace(model_type=kind, num_experts=s.model.experts)
-    yield from support_eplb.conflicts(args, model, "npu" if s.npu else "cpu", s.env)
+    for key, why, fix in support_eplb.conflicts(args, model, "npu" if s.npu else "cpu", s.env):
+        yield key, f"{support_eplb.SWITCH}=1, but {why}", fix
 
 
 @rule(
@@ -333,6 +357,18 @@ def _(s):
 # Memory, by the planner.
 
 
+def lora_rank(s: Setup) -> int:
+    """The rank of the adapters that are trained in place of the weights; 0 for none."""
+    key = "actor_rollout_ref.model"
+    if s.megatron:
+        return max(s.number(f"{key}.lora.rank", 0), 0)
+    rank = max(s.number(f"{key}.lora_rank", 0), 0)
+    adapter = local_path(s.get(f"{key}.lora_adapter_path"))
+    if adapter and (file := adapter / "adapter_config.json").is_file():
+        rank = int(as_mapping(file.read_text()).get("r") or rank)
+    return rank
+
+
 def _fsdp(s: Setup) -> layouts.Fsdp:
     engine, checkpointing = f"{ACTOR}.fsdp_config", "actor_rollout_ref.model.enable_gradient_checkpointing"
     micro = s.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu") * -(-s.sequence // s.sp)
@@ -348,6 +384,7 @@ def _fsdp(s: Setup) -> layouts.Fsdp:
         offload_policy=bool(s.get(f"{engine}.offload_policy")),
         reshard_after_forward=bool(s.get(f"{engine}.reshard_after_forward", True)),
         parameter_bytes=4 if s.get(f"{engine}.model_dtype") in ("fp32", "float32") else 2,
+        lora_rank=lora_rank(s),
     )
 
 
@@ -368,6 +405,7 @@ def _megatron(s: Setup, experts: bool) -> layouts.Training:
         moe_zero_memory=s.get(f"{transformer}.moe_zero_memory", "disable"),
         layer_split=s.layer_split,
         param_offload=bool(s.get(f"{MEGATRON}.param_offload")),
+        lora_rank=lora_rank(s),
     )
 
 
@@ -567,9 +605,13 @@ def _(s):
 )
 def _(s):
     prefix = f"{MEGATRON}.override_transformer_config"
-    overlap = s.get(f"{prefix}.moe_alltoall_overlap_comm") or s.variable("USE_ALLTOALL_OVERLAP")
-    if s.megatron and overlap and s.get(f"{MEGATRON}.use_mbridge"):
-        yield f"{MEGATRON}.use_mbridge", "True, with MindSpeed's alltoall overlap"
+    dense = s.model and not s.model.experts
+    by_variable = s.variable(switches.OVERLAP) == 1 and not dense
+    if s.megatron and s.get(f"{MEGATRON}.use_mbridge"):
+        if s.get(f"{prefix}.moe_alltoall_overlap_comm"):
+            yield f"{MEGATRON}.use_mbridge", "True, with MindSpeed's alltoall overlap"
+        elif by_variable:
+            yield f"{MEGATRON}.use_mbridge", f"True, with {switches.OVERLAP}=1"
 
 
 @rule(
@@ -692,7 +734,7 @@ def _(s):
     folder = Path(str(s.get("trainer.default_local_dir", "."))).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     kept = s.number("trainer.max_actor_ckpt_to_keep", 0)
-    wanted = (kept + 1) * memory_plan.checkpoint_bytes(s.model, not s.megatron)
+    wanted = (kept + 1) * memory_plan.checkpoint_bytes(s.model, not s.megatron, lora_rank(s))
     if kept and (free := shutil.disk_usage(existing).free) < wanted:
         yield "trainer.default_local_dir", f"{free / 1e9:.0f} GB free, {wanted / 1e9:.0f} GB needed"
 
@@ -799,6 +841,81 @@ def _(s):
 
     if s.get("algorithm.filter_groups.enable"):
         yield from dapo.problems(OmegaConf.create(s.config))
+
+
+def _overlong(s: Setup) -> tuple[str, dict, Any, str]:
+    """(node, the overlong buffer, max_resp_len, the reward manager) as verl reads them: old keys win."""
+    old = s.get("reward_model.reward_kwargs")
+    node = "reward_model.reward_kwargs" if old is not None else "reward.reward_kwargs"
+    manager = s.get("reward_model.reward_manager") or s.get("reward.reward_manager.name")
+    buffer = s.mapping(f"{node}.overlong_buffer_cfg")
+    return f"{node}.overlong_buffer_cfg", buffer, s.get(f"{node}.max_resp_len"), str(manager)
+
+
+@rule(
+    "algorithm.overlong",
+    "error",
+    "the overlong penalty has max_resp_len, and a buffer that is positive and within it, even if it is off",
+    why="verl 0.7.1 asserts it when the reward workers start, although enable=False",
+    fix="give +reward.reward_kwargs.max_resp_len=..., or leave overlong_buffer_cfg out",
+)
+def _(s):
+    where, buffer, most, manager = _overlong(s)
+    if not buffer or manager != "dapo":
+        return
+    response, length = s.number("data.max_response_length"), buffer.get("len")
+    whole = where.rpartition(".")[0] + ".max_resp_len"
+    missing = [name for name in ("enable", "len") if buffer.get(name) is None]
+    if buffer.get("enable"):
+        missing += [name for name in ("penalty_factor", "log") if buffer.get(name) is None]
+    for name in missing:
+        example = {"len": 4096, "penalty_factor": 1.0}.get(name, False)
+        yield f"{where}.{name}", "not set, and verl reads it", f"+{where}.{name}={example}"
+    if most is None:
+        yield (
+            whole,
+            f"not set, with {where.rpartition('.')[2]}",
+            f"give +{whole}={response}",
+            f"+{whole}={response}",
+        )
+    elif isinstance(most, bool) or not isinstance(most, int | float):
+        yield whole, f"'{most}' is not a number"
+    if not isinstance(length, int | float):
+        return
+    limit = min([response, *([most] if isinstance(most, int | float) else [])])
+    if buffer.get("enable") and length <= 0:
+        yield f"{where}.len", f"{length}, and the penalty is on", f"{where}.enable=False, or a length"
+    elif length > limit and (buffer.get("enable") or most is not None and length > most):
+        detail = f"{length}, and responses end at {limit}"
+        yield (
+            f"{where}.len",
+            detail,
+            f"at most {limit}, such as {limit // 2}",
+            s.override(f"{where}.len", limit // 2),
+        )
+
+
+@rule(
+    "algorithm.overlong_length",
+    "warning",
+    "the overlong penalty counts from the length at which responses end, and its reward manager reads it",
+    why="the penalty is never paid, paid in full too early, or ignored",
+    fix="reward.reward_kwargs.max_resp_len=data.max_response_length with reward.reward_manager.name=dapo",
+)
+def _(s):
+    where, buffer, most, manager = _overlong(s)
+    if not buffer.get("enable"):
+        return
+    whole, response = where.rpartition(".")[0] + ".max_resp_len", s.number("data.max_response_length")
+    if manager != "dapo" and s.get("reward.reward_manager.source", "register") == "register":
+        yield where, f"enable=True with the reward manager {manager}"
+    elif isinstance(most, int | float) and most != response:
+        yield (
+            whole,
+            f"{most}, and responses end at {response}",
+            f"{whole}={response}",
+            s.override(whole, response),
+        )
 
 
 @rule(

@@ -42,6 +42,14 @@ def checkpoint(path: str, kinds: tuple[str, ...] = ()) -> Model | None:
     return Model.named(name) if name else None
 
 
+def local_path(value: Any) -> Path | None:
+    """A path on this machine's disks; None for names on a hub, remote addresses and what is no path."""
+    text = str(value or "")
+    if not text or "://" in text or not (text.startswith(("/", "~", ".", "$")) or text.count("/") > 1):
+        return None
+    return Path(text).expanduser()
+
+
 def as_mapping(value: Any) -> dict[str, Any]:
     """A dict, given as one or as JSON; empty if it is neither."""
     if isinstance(value, str):
@@ -68,8 +76,12 @@ class Setup:
         """An integer of the configuration; the default if it is not a number (another rule reports that)."""
         try:
             return int(float(self.get(key, default)))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):  # text, nan, inf
             return default
+
+    def made(self, path: Path) -> bool:
+        """Whether the script itself writes it before the training."""
+        return any(path.is_relative_to(made) for made in self.run.makes)
 
     def size(self, key: str) -> int:
         """A number of ranks, at least 1: rules divide by it, and parallel.positive reports others."""

@@ -282,6 +282,14 @@ def _(s):
         for name in names.split():
             if s.variable(name) and s.variable(name) != s.number(key):
                 yield key, f"{s.number(key)}, and ${name} is {s.env[name]}"
+    shown = [die for die in s.env.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",") if die.strip()]
+    if s.npu and shown and len(shown) < s.number("trainer.n_gpus_per_node"):
+        yield (
+            "trainer.n_gpus_per_node",
+            f"{s.number('trainer.n_gpus_per_node')}, and ASCEND_RT_VISIBLE_DEVICES has {len(shown)} dies",
+            "name as many dies, or set trainer.n_gpus_per_node to their number",
+            s.override("trainer.n_gpus_per_node", len(shown)),
+        )
     here = len([file for file in Path("/dev").glob("davinci*") if re.fullmatch(r"davinci\d+", file.name)])
     if s.npu and 0 < here < s.number("trainer.n_gpus_per_node"):
         yield (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from typing import Any
 from ascend_rl.planning.tensors import WEIGHT_BYTES
 from ascend_rl.preflight import pinned
 from ascend_rl.preflight.lint_options import megatron_classes, vllm_classes, vllm_options
-from ascend_rl.preflight.lint_setup import ACTOR, MEGATRON, REF, ROLLOUT, VLLM, Hit, Setup, rule
+from ascend_rl.preflight.lint_setup import ACTOR, MEGATRON, REF, ROLLOUT, VLLM, Hit, Setup, local_path, rule
 from ascend_rl.preflight.verl_config import class_fields, dataclass_fields
 
 CRITIC, TRANSFORMER = "critic", f"{MEGATRON}.override_transformer_config"
@@ -251,7 +252,9 @@ def _(s):
             found = re.match(r"-?\d+(\.\d+)?(e-?\d+)?", str(value))
             fix = s.override(key, found[0] if found else default) if default is not None or found else ""
             yield key, f"'{value}' is not a number", "write a number", fix
-        elif kind in ("int", "Optional[int]") and isinstance(value, float) and value != int(value):
+        elif (
+            kind in ("int", "Optional[int]") and isinstance(value, float) and value % 1 > 0
+        ):  # not of nan, inf
             yield key, f"{value} is not a whole number", "write a whole number", s.override(key, int(value))
 
 
@@ -301,6 +304,69 @@ def _(s):
             fits = fits and not (how == ABOVE and default == low)
             fix = s.override(key, default) if fits else s.override(key, 1)
             yield key, f"{value}, must be {wanted}: {source}", f"give a value {wanted}", fix
+
+
+# Bounds that inf switches off.
+UNBOUNDED = re.compile(r"(clip_grad|grad_clip|clip_ratio(_high|_c)?|threshold|_coef_max|timeout)$")
+
+
+@rule(
+    "values.finite",
+    "error",
+    "numbers are numbers: no nan, and inf only where it switches a bound off",
+    why="it passes every comparison, and the update or a size becomes nan",
+    fix="give a number",
+)
+def _(s):
+    for key in s.given:
+        value, default = s.get(key), s.defaults.get(key)
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, float) or math.isfinite(one):
+                continue
+            whole = isinstance(default, int) or "int" in s.kind(key)
+            if math.isnan(one) or whole or not UNBOUNDED.search(key):
+                usable = isinstance(default, int | float) and not isinstance(default, bool)
+                yield key, f"{one}", "give a number", s.override(key, default) if usable else ""
+
+
+@rule(
+    "algorithm.greedy_validation",
+    "warning",
+    "a prompt of the validation is answered several times only where answers are sampled",
+    why="all n answers are the same, at n times the cost",
+    fix="val_kwargs.n=1, or val_kwargs.do_sample=True with val_kwargs.temperature=1.0",
+)
+def _(s):
+    key = f"{ROLLOUT}.val_kwargs"
+    count, heat = s.number(f"{key}.n"), s.get(f"{key}.temperature", 0)
+    if count > 1 and (heat == 0 or not s.get(f"{key}.do_sample")):
+        detail = f"{count} with do_sample={s.get(f'{key}.do_sample')} and temperature {heat}"
+        yield f"{key}.n", detail, "val_kwargs.n=1, or sample", s.override(f"{key}.n", 1)
+
+
+MIGRATED = re.compile(  # what verl 0.7.1 reads of its old node reward_model, before it deletes it
+    r"(num_workers|reward_manager|reward_loop_(source|module_path|class_name)|enable|enable_resource_pool|"
+    r"n_gpus_per_node|nnodes|model\.path|reward_kwargs(\..+)?|rollout\..+)"
+)
+
+
+@rule(
+    "config.dropped",
+    "warning",
+    "no key is below reward_model that verl no longer reads",
+    why="verl 0.7.1 moves what it knows from reward_model to reward and deletes the rest: it is ignored",
+    fix="use the key below reward",
+)
+def _(s):
+    for key in s.given:
+        name = key.removeprefix("reward_model.")
+        if name == key or MIGRATED.fullmatch(name) or s.get(key) is None:
+            continue
+        kept = re.sub(r"^overlong_buffer\b", "reward_kwargs.overlong_buffer_cfg", name)
+        moved = f"reward.{kept}" if kept != name else f"reward.reward_model.{name}"
+        known = moved in s.defaults or kept != name
+        fix = f"use {'+' if kept != name else ''}{moved}=..." if known else "remove it"
+        yield key, f"{s.get(key)}", fix
 
 
 @cache
@@ -464,14 +530,6 @@ def _(s):
 # This machine.
 
 
-def _local(value: Any) -> Path | None:
-    """A path on this machine's disks; None for names on a hub, remote addresses and what is no path."""
-    text = str(value or "")
-    if not text or "://" in text or not (text.startswith(("/", "~", ".", "$")) or text.count("/") > 1):
-        return None
-    return Path(text).expanduser()
-
-
 def _paths(s: Setup) -> Iterator[tuple[str, str]]:
     """(key, path) of every input of the run."""
     for key in ("data.train_files", "data.val_files"):
@@ -503,11 +561,11 @@ def _missing(s: Setup) -> Iterator[tuple[bool, Hit]]:
     directory that should hold it is. What the script itself makes is not looked for.
     """
     ours = Path(__file__).resolve().parents[2]
-    paths = [(key, path) for key, text in _paths(s) if (path := _local(text))]
+    paths = [(key, path) for key, text in _paths(s) if (path := local_path(text))]
     inputs = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")
     some = any(path.exists() for key, path in paths if key in inputs)
     for key, path in paths:
-        if path.exists() or any(path.is_relative_to(made) for made in s.run.makes):
+        if path.exists() or s.made(path):
             continue
         beside = path.parent not in (Path("/"), Path.home(), Path.cwd(), ours) and path.parent.is_dir()
         near = []
@@ -558,7 +616,7 @@ def _(s):
     fix="give what the message asks for",
 )
 def _(s):
-    model = _local(s.get("actor_rollout_ref.model.path"))
+    model = local_path(s.get("actor_rollout_ref.model.path"))
     if model and model.is_dir() and not (model / "config.json").is_file():
         inside = [str(path.parent) for path in sorted(model.glob("*/config.json"))]
         near = s.override("actor_rollout_ref.model.path", inside[0]) if inside else ""
@@ -572,7 +630,7 @@ def _(s):
         near = s.override("actor_rollout_ref.model.path", model.parent)
         yield "actor_rollout_ref.model.path", f"{model} is a file", "give its directory", near
     for key, text in _paths(s):
-        path = _local(text)
+        path = local_path(text)
         if key.startswith("data.") and key.endswith("files") and path and path.is_dir():
             yield key, f"{path} is a directory", "name the files in it"
         elif key.endswith("files") and path and path.suffix not in (".parquet", ".json", ".jsonl", ""):
@@ -588,7 +646,7 @@ def _(s):
 )
 def _(s):
     for key in ("reward.custom_reward_function", "custom_reward_function", "data.custom_cls"):
-        path, name = _local(s.get(f"{key}.path")), s.get(f"{key}.name")
+        path, name = local_path(s.get(f"{key}.path")), s.get(f"{key}.name")
         if not path or not path.is_file() or not name:
             continue
         try:
@@ -648,6 +706,33 @@ def _(s):
                 f"export {variable}=..., or export {str(name).upper()}_MODE=offline",
                 f"export {str(name).upper()}_MODE=offline",
             )
+
+
+VISIBLE, NOSET = "ASCEND_RT_VISIBLE_DEVICES", "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
+NOSET_ANY = re.compile(r"RAY_EXPERIMENTAL_NOSET_\w+")
+
+
+@rule(
+    "env.visible_devices",
+    "error",
+    "dies are chosen by ASCEND_RT_VISIBLE_DEVICES or left to the processes (NOSET), not both",
+    why="verl takes the number that Ray gives a die, of the node, for one of those that the process sees: "
+    "set_device fails, or two processes share a die",
+    fix=f"unset {NOSET}, and Ray shows each process its die",
+)
+def _(s):
+    if not s.npu:
+        return
+    dies = [die.strip() for die in s.env.get(VISIBLE, "").split(",") if die.strip()]
+    left = [name for name in s.env if NOSET_ANY.fullmatch(name) and s.env[name]]
+    ours = s.env.get(NOSET, "").lower() in ("1", "true")  # as Ray reads it
+    others = s.dies > 1 and [name for name in left if name != NOSET or not ours]
+    fix = f"unset {' '.join(left)}"
+    if ours and dies and dies != [str(number) for number in range(len(dies))]:
+        yield f"${VISIBLE}", f"{','.join(dies)} with {NOSET}={s.env[NOSET]}", fix, fix
+    elif others and not ours:
+        name = others[0]
+        yield f"${name}", f"'{s.env[name]}': Ray hides the other dies, and verl counts them", fix, fix
 
 
 PORTS = ("MASTER_PORT", "RAY_PORT", "DASHBOARD_PORT", "HCCL_IF_BASE_PORT", "PORT")

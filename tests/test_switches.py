@@ -1,0 +1,210 @@
+"""Every documented switch on every recipe: something changes, or the recipe or the linter says no by name.
+
+Switches are found where they are documented: the ``Switch:`` lines of patches, the environment scripts, the
+shared functions of recipes, and NAME=VALUE in the pages. A new one is tried without being listed here; listed
+are those that are not a recipe's (LAUNCHER), or that work wherever vLLM or Ray does (ANYWHERE).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ascend_rl.launch import launch_plan
+from ascend_rl.preflight import lint, switches  # noqa: F401  (lint fills RULES)
+from ascend_rl.preflight.dry_run import Run, dry_run
+from ascend_rl.preflight.lint_setup import RULES, Setup
+from ascend_rl.preflight.verl_config import Resolved, resolve
+from ascend_rl.settings.switch import OFF
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted((ROOT / "internal").glob("train_*.sh"))
+# Of the launcher, the rehearsal, the build and the machine: no recipe reads them.
+LAUNCHER = {*launch_plan.SETTINGS} | set(
+    """ASCEND_RL_PROGRESS DRY_RUN WARM_START SMOKE_DTYPE NPU_SERIES MASTER_ADDR MASTER_PORT NODES NNODES
+    NPUS_PER_NODE RANK WORLD_SIZE PP RAY_AUTH_MODE NAME SOFTWARE_NPU_CHIP SOFTWARE_NPU_VLLM_ASCEND
+    PYTHONPATH""".split()
+)
+# Read by every process of vLLM, torch_npu, CANN or Ray, whatever the recipe; env.value checks their values.
+ANYWHERE = set(
+    """ROLLOUT_DISABLE_GC ROLLOUT_SPIN_S VLLM_SLEEP_WHEN_IDLE CPU_AFFINITY_CONF MULTI_STREAM_MEMORY_REUSE
+    CUDA_DEVICE_MAX_CONNECTIONS TASK_QUEUE_ENABLE RAY_DEDUP_LOGS ASCEND_LAUNCH_BLOCKING DYNAMIC_EPLB
+    OMP_NUM_THREADS NUMBA_NUM_THREADS TORCHDYNAMO_DISABLE VLLM_CPU_KVCACHE_SPACE
+    PYTORCH_NPU_ALLOC_CONF""".split()
+)
+FOREIGN = re.compile(r"^(HCCL_(?!TP_)|VLLM_ASCEND_)")  # of CANN and vllm-ascend, with rules of their own
+
+
+@cache
+def documented() -> tuple[dict[str, str], dict[str, str]]:
+    """{variable: value} and {key: value} that switch something, as documented."""
+    patches = [file.read_text(errors="replace") for file in ROOT.glob("patches/*/*.patch")]
+    scripts = [file.read_text() for file in ROOT.glob("internal/*.sh")]
+    sources = [file.read_text() for file in (ROOT / "ascend_rl").rglob("*.py")]
+    added = "\n".join(line for text in patches for line in text.splitlines() if line.startswith("+"))
+    code = "\n".join([*scripts, *sources, added])
+    trailers = " ".join(re.findall(r"^Switch: (.*)$", "\n".join(patches), re.M))
+    pages = " ".join(file.read_text() for file in ROOT.glob("docs/*.md") if ".zh" not in file.suffixes)
+    given = re.findall(r"\b([A-Z][A-Z0-9_]{2,})=([\w.:]+)", f"{pages} {trailers}")
+    given += re.findall(r"\bswitched ([A-Z]\w+)()", code)
+    given += re.findall(r"\$\{([A-Z]\w+):?-([01]|True|False)\}", "".join(scripts))
+    variables: dict[str, str] = {}
+    for name, value in given:
+        if value in ("N", "STEPS"):  # placeholders
+            continue
+        read = re.search(rf"[\"']{name}[\"']|\$\{{{name}\b|env:{name}\b|switched {name}\b", code)
+        if read and variables.get(name, "0").lower() in OFF:
+            variables[name] = "1" if value in (*OFF, "False") else value
+    keys = dict(re.findall(r"(?:^| )([a-z]\S*\.\S+?)(?:=(\S+)|(?= ))", trailers))
+    return variables, keys
+
+
+def recipes_own() -> dict[str, str]:
+    """The switches that a recipe may have, without those of the launcher and of other frameworks."""
+    return {
+        name: value
+        for name, value in documented()[0].items()
+        if name not in LAUNCHER | ANYWHERE and not FOREIGN.match(name)
+    }
+
+
+def environment(recipe: Path) -> Path:
+    if recipe.stem.endswith("_cpu"):
+        return ROOT / "internal" / ("cpu_megatron_env.sh" if "_moe_" in recipe.stem else "cpu_env.sh")
+    kinds = "qwen3_235b qwen3_32b qwen3_30b_a3b qwen2_5_3b".split()
+    return ROOT / "internal" / next(f"{kind}_env.sh" for kind in kinds if f"_{kind}_" in recipe.stem)
+
+
+@cache
+def in_scripts(name: str) -> bool:
+    """Whether a script does more with a variable than to export it."""
+    lines = [line for file in ROOT.glob("internal/*.sh") for line in file.read_text().splitlines()]
+    return any(re.search(rf"\b{name}\b", line) and not re.match(r"\s*(#|export )", line) for line in lines)
+
+
+def started(recipe: Path, **variables: str) -> Run:
+    """The recipe with its environment script and the caller's variables, nothing started."""
+    bare = {"PATH": os.environ["PATH"], "HOME": "/root", "NPUS_PER_NODE": "2"}
+    if not recipe.stem.endswith("_cpu"):
+        del bare["NPUS_PER_NODE"]
+    return dry_run(recipe, environment(recipe), environ=bare | variables)
+
+
+def said(run: Run, resolved: Resolved) -> str:
+    """All that the rules say, and where."""
+    setup = Setup(run, resolved, {})
+    found = [finding for rule in RULES for finding in rule(setup)]
+    return "\n".join(f"{one.where} {one.why} {one.fix}" for one in found if one.severity != "info")
+
+
+def test_the_switches_are_found():
+    variables, keys = documented()
+    assert {
+        "ENABLE_SAM",
+        "ENABLE_NPUGRAPH_EX",
+        "ENABLE_STATIC_KERNEL",
+        "USE_HDP",
+        "OVERLONG",
+        "PROFILE",
+    } <= set(variables)
+    assert {"NUM_SPECULATIVE_TOKENS", "VLLM_FUSED_MOE_CHUNK_SIZE", "ROLLOUT_REBALANCE_ENABLE"} <= set(
+        recipes_own()
+    )
+    assert keys["actor_rollout_ref.actor.recompute_old_log_prob"] == "False" and len(keys) > 10
+
+
+CASES = [  # those that only set variables for another one take long for what they add
+    pytest.param(path, marks=pytest.mark.long if "exec bash" in path.read_text() else (), id=path.stem[6:])
+    for path in RECIPES
+]
+
+
+@pytest.mark.parametrize("recipe", CASES)
+def test_no_switch_is_silently_without_effect(recipe):
+    plain = started(recipe)
+    assert plain.module, plain.errors
+    base = resolve(plain.module, plain.args)
+    left = {}
+    for name, value in recipes_own().items():
+        on_already = plain.env.get(name) == value
+        left[name] = "0" if on_already else value
+        for one in (left[name], "False") if in_scripts(name) else ():
+            run = started(recipe, **{name: one})
+            if not run.module:
+                assert name in run.errors, (name, run.errors)
+            if run.args != plain.args:
+                del left[name]
+                break
+    # No script turns these into a setting: processes of the run read them, or a rule says that none does.
+    text = said(replace(plain, env=plain.env | left), base)
+    silent = [name for name in left if name not in text and name not in switches.IDLE]
+    assert set(silent) <= {switches.EPLB, switches.HDP}, silent  # with rules that refuse what cannot work
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem.removeprefix("train_"))
+def test_every_documented_key_is_taken_or_refused_by_name(recipe):
+    plain = started(recipe)
+    base = resolve(plain.module, plain.args)
+    keys = {key: value for key, value in documented()[1].items() if value}
+    words = [f"{'' if key in base.defaults else '+'}{key}={value}" for key, value in keys.items()]
+    one = resolve(plain.module, [*plain.args, *words])
+    refused = {finding.where for finding in one.findings}
+    got = Setup(plain, one, {})
+    taken = {key for key, value in keys.items() if str(got.get(key)).replace(" ", "") == value}
+    assert keys.keys() - taken <= refused
+
+
+ON = {  # a variable or an override: a run in which it works, and one in which it does nothing
+    "ENABLE_SAM=1": ("grpo_qwen3_32b_32die_true_weight", None),
+    "VLLM_FUSED_MOE_CHUNK_SIZE=8192": (
+        "grpo_qwen3_235b_128die_true_weight",
+        "grpo_qwen3_32b_32die_true_weight",
+    ),
+    "ALL_TO_ALL_RESHARD=1": ("grpo_qwen3_235b_128die_true_weight", "gspo_qwen3_32b_64die_true_weight"),
+    "USE_ALLTOALL_OVERLAP=1": ("grpo_qwen3_235b_128die_true_weight", "grpo_qwen3_32b_32die_true_weight"),
+    "CORE_BINDING=1": ("grpo_qwen3_32b_32die_true_weight", "gspo_qwen3_tiny_cpu"),
+    "ENABLE_NPUGRAPH_EX=1": ("gspo_qwen3_32b_64die_true_weight", "gspo_qwen3_tiny_cpu"),
+    "NUM_SPECULATIVE_TOKENS=3": (None, "grpo_qwen3_32b_32die_true_weight"),
+    "VLLM_SPECULATIVE_BATCH_SIZE_THRE=32": (None, "grpo_qwen3_32b_32die_true_weight"),
+    "HDP_COST_MODEL=1,1,1,1,1": (None, "grpo_qwen3_235b_128die_true_weight"),
+    f"+{switches.EXTRA}.sam_decoding.history=1": (None, "grpo_qwen3_32b_32die_true_weight"),
+    f"+{switches.EXTRA}.graphs_by_rank=True": (
+        "grpo_qwen3_235b_128die_true_weight",
+        "grpo_qwen3_32b_32die_true_weight",
+    ),
+    f"+{switches.EXTRA}.eplb_policy_type=1": (None, "grpo_qwen3_235b_128die_true_weight"),
+    "actor_rollout_ref.rollout.cudagraph_capture_sizes=[8]": (
+        "grpo_qwen3_32b_32die_true_weight",
+        "gspo_qwen2_5_3b_8die_fsdp",
+    ),
+    "actor_rollout_ref.rollout.rollout_rebalance.send_kv_tokens=64": (
+        None,
+        "grpo_qwen3_32b_32die_true_weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("switch", ON, ids=lambda text: text[-36:])
+def test_the_linter_says_what_does_nothing(switch):
+    name, _, value = switch.partition("=")
+    works, idle = ON[switch]
+    for recipe, expected in ((works, False), (idle, True)):
+        if recipe:
+            variables = {name: value} if name.isupper() else {}
+            run = started(ROOT / f"internal/train_{recipe}.sh", **variables)
+            resolved = resolve(run.module, [*run.args, *([] if variables else [switch])])
+            found = [where for where, _ in switches.idle(Setup(run, resolved, {}))]
+            assert any(where.lstrip("$") in name for where in found) == expected, (recipe, found)
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_refused():
+    for name in ("ENABLE_SAM", "ROLLOUT_REBALANCE_ENABLE", "SMOKE"):
+        recipe = ROOT / "internal/train_grpo_qwen3_32b_32die_true_weight.sh"
+        run = started(recipe, **{name: "yes"})
+        assert not run.module and f"{name}=yes: give 1 or 0" in run.errors
+        assert started(recipe, **{name: "true"}).args == started(recipe, **{name: "1"}).args
