@@ -22,6 +22,9 @@ class Rank:
     def __init__(self, path: str, parallel: str, redundant: int):
         from npu_ground import make_llm
 
+        from ascend_rl.experts import eplb
+
+        eplb.CHANCE, eplb.COPY_TOKENS = 0.0, 1e-3  # any gain pays: a round here is a few hundred tokens
         self.llm = make_llm(
             path, distributed_executor_backend="external_launcher", **{parallel: RANKS},
             enable_expert_parallel=True, enable_prefix_caching=False, enable_sleep_mode=True, max_logprobs=50,
