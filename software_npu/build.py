@@ -26,9 +26,11 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
 # Compiled as two files, for torch's headers take longer than what is written here.
 UNITS = {
-    "device": ["memory.cpp", "streams.cpp", "device.cpp", "graphs.cpp", "fallback.cpp", "aten.cpp"],
+    "device": [
+        "memory.cpp", "streams.cpp", "races.cpp", "device.cpp", "graphs.cpp", "fallback.cpp", "aten.cpp",
+    ],
     "python": ["hccl.cpp", "bindings.cpp"],
-}
+}  # fmt: skip
 DRIVER = "libsoftware_npu_driver.so"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 FLAGS = [

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ascend_rl.experts.eplb import rebalance_table
+from ascend_rl.experts.eplb import copied, lower_bound, rank_loads, rebalance_table, replica_counts
 from ascend_rl.experts.eplb_policy import Moves, VllmAscendPolicy, answer, failure
 
 
@@ -38,6 +38,30 @@ def test_the_policy_is_rebalance_table():
     expected = rebalance_table(table, load)
     assert changed and expected[0]
     assert priority.tolist() == expected[1].tolist() and new.tolist() == expected[2].tolist()
+
+
+def rounds(load, table, count, seed=0):
+    """Experts copied in each of the rounds that count tokens of this popularity, and the last table."""
+    random, layer, fetched = np.random.default_rng(seed), np.arange(len(load))[:, None, None], []
+    for _ in range(count):
+        share = random.poisson(load) / replica_counts(table, load.shape[1])
+        new = VllmAscendPolicy(None).rebalance_experts(table, np.rint(share[layer, table]))[2]
+        fetched.append(int(copied(table, new).sum()))
+        table = new
+    return fetched, table
+
+
+@pytest.mark.parametrize("ranks, slots, tokens", [(128, 2, 1e3), (128, 2, 1e5), (32, 5, 1e4), (16, 8, 1e4)])
+def test_the_policy_moves_experts_when_popularity_shifts_and_only_then(ranks, slots, tokens):
+    random = np.random.default_rng(1)
+    table = np.tile((np.arange(ranks)[:, None] * 128 // ranks + np.arange(slots)) % 128, (4, 1, 1))
+    for _ in range(2):
+        load = random.permuted(np.tile(np.arange(1, 129) ** -0.7, (4, 1)), axis=1)
+        load *= tokens / load.mean()
+        fetched, table = rounds(load, table, 6)
+        assert fetched[0] > 0 and fetched[1:] == [0] * 5, fetched
+        over = rank_loads(load, table).max(1) / lower_bound(load, ranks, slots)
+        assert (over < 1.03 + 4 / tokens**0.5).all(), over
 
 
 @pytest.mark.parametrize("result", [["a plan"], [], None, ""])

@@ -24,6 +24,7 @@ from ascend_rl.settings.counts import count
 from ascend_rl.settings.switch import CannotWork, refuse
 
 SWITCH = "VLLM_FUSED_MOE_CHUNK_SIZE"  # vLLM's own name, which vllm-ascend 0.13 does not read
+BY_ROW = ("x", "router_logits", "pertoken_scale", "mc2_mask")
 LEAST = 64  # tensor parallelism splits a chunk further; every rank needs a token
 
 
@@ -60,14 +61,10 @@ def in_chunks(apply: Callable[..., Any], context: Any, gate_overlaps: bool) -> C
     if chunks == 1:
         return apply
 
-    def call(*, x, router_logits, pertoken_scale=None, **others):
-        scales = [None] * chunks if pertoken_scale is None else pertoken_scale.tensor_split(chunks)
-        results = [
-            apply(x=tokens, router_logits=logits, pertoken_scale=scale, **others)
-            for tokens, logits, scale in zip(
-                x.tensor_split(chunks), router_logits.tensor_split(chunks), scales, strict=True
-            )
-        ]
+    def call(**arguments):
+        by_row = {name: arguments[name] for name in BY_ROW if arguments.get(name) is not None}
+        parts = zip(*[rows.tensor_split(chunks) for rows in by_row.values()], strict=True)
+        results = [apply(**arguments | dict(zip(by_row, part, strict=True))) for part in parts]
         count("chunked_moe", chunks)
         loads = [result.expert_tokens for result in results]  # counts, or their cumulative sums
         return replace(

@@ -43,6 +43,11 @@ LOCAL_PAIRS = 100_000  # pairs of slots that the local search examines
 MOVES = 4  # the most copies that a step of the search moves
 SHAKES = 4
 FIRST_RANDOM = 88172645463325252
+CHANCE = 5.0  # standard deviations of the fullest rank's tokens: a smaller gain may be chance
+# What copying an expert costs. A token needs as many FLOPs in a bf16 expert as that has bytes, so this is
+# FLOP/s over bytes/s into a die, whatever the model: here 2e14 over 2e11.
+COPY_TOKENS = 1000.0
+INTERVALS = 10.0  # rounds for which a placement is expected to serve
 UNLIMITED = 1 << 40
 
 
@@ -179,13 +184,13 @@ def update(
     bytes_per_s: float,
     intervals: float = 1.0,
     tolerance: float = 0.01,
-    max_moves: int | None = None,
 ) -> Update:
     """Rebalance the layers for which it pays off.
 
     The mean of the windows decides where experts go. The gain is the load that the fullest rank would have
     been spared in each of the windows: a layer whose hot experts change from window to window gains little. A
-    layer moves only if the gain over the next interval exceeds the time to fetch the experts.
+    layer moves only if the gain over the next interval exceeds the time to fetch the experts by more than the
+    load of the fullest rank varies by chance: a proposal fits the noise of the windows it was made from.
 
     Args:
         windows: [windows, layers, experts] tokens of each expert in equally long windows, the latest last.
@@ -203,12 +208,13 @@ def update(
     now = np.asarray(current)
     if now.ndim != 3:
         raise ValueError(f"current has shape {now.shape}: give [layers, ranks, slots]")
-    proposal = balance(windows.mean(0), *now.shape[1:], current=now, tolerance=tolerance, max_moves=max_moves)
+    proposal = balance(windows.mean(0), *now.shape[1:], current=now, tolerance=tolerance)
     peaks = np.array([[rank_loads(load, place).max(1) for place in (now, proposal)] for load in windows])
     gain_s = (peaks[:, 0] - peaks[:, 1]).mean(0) * token_s * intervals
     fetched = copied(now, proposal)
     cost_s = fetched.max(1) * expert_bytes / bytes_per_s
-    pays = gain_s > cost_s
+    chance_s = CHANCE * np.sqrt(peaks[:, 0].mean(0) / len(windows)) * token_s * intervals
+    pays = gain_s > cost_s + chance_s
     placement = np.where(pays[:, None, None], proposal, now)
     return Update(placement, np.where(pays, fetched.sum(1), 0), gain_s, cost_s)
 
@@ -241,21 +247,22 @@ def ascend_expert_maps(placement: np.ndarray, experts: int) -> np.ndarray:
     return maps
 
 
-def rebalance_table(
-    table: ArrayLike, slot_load: ArrayLike, tolerance: float = 0.01, max_moves: int | None = None
-) -> tuple[bool, np.ndarray, np.ndarray]:
+def rebalance_table(table: ArrayLike, slot_load: ArrayLike) -> tuple[bool, np.ndarray, np.ndarray]:
     """The return value of a vllm-ascend policy: whether anything changed, layers by gain, the new table.
+
+    `update` decides, with times in tokens of the fullest rank, which layers change.
 
     Args:
         table: [layers, ranks, slots] the expert in each slot.
-        slot_load: [layers, ranks, slots] tokens routed to each slot so far.
+        slot_load: [layers, ranks, slots] tokens routed to each slot in the last round.
     """
     table, slot_load = np.asarray(table), np.asarray(slot_load, dtype=float)
     if table.ndim != 3 or table.shape != slot_load.shape:
         raise ValueError(f"table {table.shape} and slot_load {slot_load.shape}: give [layers, ranks, slots]")
     load = np.zeros((len(table), int(table.max()) + 1))
     np.add.at(load, (np.arange(len(table))[:, None, None], table), slot_load)
-    new = balance(load, *table.shape[1:], current=table, tolerance=tolerance, max_moves=max_moves)
+    costs = {"token_s": 1.0, "expert_bytes": COPY_TOKENS, "bytes_per_s": 1.0}
+    new = update(load[None], table, **costs, intervals=INTERVALS).placement
     before, after = (rank_loads(load, placement).max(1) for placement in (table, new))
     ratio = np.divide(after, before, out=np.ones_like(after), where=before > 0)
     return bool((new != table).any()), np.argsort(ratio, kind="stable"), new

@@ -14,6 +14,8 @@
 #include "driver.h"
 #include "graphs.h"
 #include "memory.h"
+#include "races.h"
+#include "streams.h"
 
 // Declared in ATen/autocast_mode.h, which takes five seconds to compile.
 namespace at::autocast {
@@ -57,11 +59,19 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, s
                                                         at::dtype_or_default(dtype)));
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   const int device = is_npu(to) ? to.device().index() : self.device().index();
   Graph* graph = capture_of(device);
   TORCH_CHECK(!graph || (is_npu(self) && is_npu(to)),
               "a copy between host and device is not permitted while a graph is captured");
+  if (races_refused() && !graph) {
+    const c10::Stream stream = current_stream(device);
+    if (is_npu(self)) touch(trace_of(self.storage().data_ptr()), stream, false, "aten::copy_");
+    if (is_npu(to)) touch(trace_of(to.storage().data_ptr()), stream, true, "aten::copy_");
+    called(stream);
+    const at::Tensor& hosts = is_npu(self) ? to : self;  // memory that is not pinned is copied by the host
+    if (!is_npu(hosts) && (!non_blocking || !is_pinned(hosts.storage().data()))) host_waits(clock_of(stream));
+  }
   const at::Tensor target = is_npu(to) ? as_cpu(to) : to, source = is_npu(self) ? as_cpu(self) : self;
   target.copy_(source);
   if (graph) graph->add_action("aten::copy_", [target, source] { target.copy_(source); });
@@ -93,6 +103,7 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
   TORCH_CHECK(stream.device_type() == kNPU, "record_stream: a stream of ", stream.device());
+  record_use(trace_of(self.storage().data_ptr()), stream);
 }
 
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {

@@ -48,7 +48,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("current_stream", &npu::current_stream);
   m.def("set_stream", &npu::set_current_stream);
-  m.def("synchronize", [] { npu::check_may_wait("synchronize()"); });
+  m.def("synchronize", [] {
+    npu::check_may_wait("synchronize()");
+    npu::host_waits_for_all();
+  });
+  struct HostClock {
+    npu::Clock clock;
+  };
+  py::class_<HostClock>(m, "HostClock");
+  m.def("races_refused", &npu::races_refused);
+  m.def("host_clock", [] { return HostClock{npu::host_clock()}; });
+  m.def("host_waits", [](const HostClock& other) { npu::host_waits(other.clock); });
   m.def("is_capturing", [] {
     const auto* state = npu::find_state(npu::current_stream(npu::current_device()));
     return state && state->capture;

@@ -47,13 +47,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override { return set_current_stream(stream); }
   bool queryStream(const c10::Stream& stream) const override {
     StreamState* state = find_state(stream);
-    return !state || !state->waits_for;
+    if (state && state->waits_for) return false;
+    host_waits(clock_of(stream));
+    return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     check_may_wait("synchronizing a stream", stream);
+    host_waits(clock_of(stream));
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
     check_may_wait("synchronizing a device");
+    host_waits_for_all();
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device,
@@ -63,18 +67,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!*event) *event = new Event;
     Event& recorded = *static_cast<Event*>(*event);
     StreamState* state = find_state(stream);
-    recorded = {std::chrono::steady_clock::now(), state ? state->capture : nullptr, stream.device_index()};
+    recorded = {std::chrono::steady_clock::now(), state ? state->capture : nullptr, stream.device_index(),
+                clock_of(stream)};
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event) return;
+    wait_for_clock(stream, static_cast<Event*>(event)->clock);
     // A stream that waits for one that is captured is captured too.
     Graph* graph = static_cast<Event*>(event)->capture;
     if (is_captured(graph)) make_state(stream).capture = graph;
   }
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override {
+    if (event) host_waits(static_cast<Event*>(event)->clock);
+    return true;
+  }
   void synchronizeEvent(void* event) const override {
     TORCH_CHECK(!event || !is_captured(static_cast<Event*>(event)->capture),
                 "synchronizing an event waits for the device: not permitted while a graph is captured");
+    if (event) host_waits(static_cast<Event*>(event)->clock);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
@@ -84,7 +94,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const auto time = static_cast<Event*>(end)->time - static_cast<Event*>(begin)->time;
     return std::chrono::duration<double, std::milli>(time).count();
   }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    record_use(trace_of(data), stream);
+  }
 
  private:
   static int index_of(c10::Device device) {

@@ -9,6 +9,7 @@
 #include "device.h"
 #include "graphs.h"
 #include "memory.h"
+#include "races.h"
 
 namespace software_npu {
 namespace {
@@ -166,6 +167,40 @@ class Randomness {
   at::Tensor before_;
 };
 
+void each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorList()) visit(tensor);
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) visit(tensor.value_or(at::Tensor()));
+  }
+}
+
+// A call on the current stream that is refused if it races.
+void run_in_order(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& name = op.operator_name().name;
+  const auto& declared = op.schema().arguments();
+  std::optional<c10::Stream> stream;
+  const auto touch_all = [&](size_t first, size_t count, const auto& writes) {
+    for (size_t i = 0; i < count; ++i) {
+      each_tensor((*stack)[first + i], [&](const at::Tensor& tensor) {
+        if (!is_npu(tensor)) return;
+        stream = current_stream(tensor.device().index());
+        touch(trace_of(tensor.storage().data_ptr()), *stream, writes(i), name);
+      });
+    }
+  };
+  touch_all(stack->size() - declared.size(), declared.size(),
+            [&](size_t i) { return declared[i].alias_info() && declared[i].alias_info()->isWrite(); });
+  run_on_host(op, stack);
+  const auto& returned = op.schema().returns();
+  touch_all(stack->size() - returned.size(), returned.size(), [&](size_t i) { return !returned[i].alias_info(); });
+  if (!stream) return;
+  called(*stream);
+  if (waits_for_device(name)) host_waits(clock_of(*stream));
+}
+
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const auto& name = op.operator_name().name;
   TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), "the software NPU has no ",
@@ -191,7 +226,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     }
   }
   if (!graph) graph = capture_of(current_device());
-  if (!graph) return run_on_host(op, stack);
+  if (!graph) return races_refused() ? run_in_order(op, stack) : run_on_host(op, stack);
   TORCH_CHECK(!waits_for_device(name), name, " waits for the device: not permitted while a graph is captured");
   const Stack inputs(stack->end() - count, stack->end());
   run_on_host(op, stack);

@@ -13,6 +13,7 @@
 #include <mutex>
 
 #include "driver.h"
+#include "races.h"
 
 namespace software_npu {
 namespace {
@@ -92,11 +93,13 @@ struct Block {
   int64_t bytes;
   int device;
   std::shared_ptr<PluggedAllocator> source;
+  std::unique_ptr<Trace> trace;
 };
 
 void free_block(void* context) {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
   leave(block->device, block->bytes, !block->source);
+  freed(std::move(block->trace));
   if (block->source) {
     block->source->give(block->data, block->bytes, block->device, nullptr);
   } else {
@@ -107,7 +110,7 @@ void free_block(void* context) {
 c10::DataPtr take_block(int64_t bytes, int device) {
   const c10::Device place(kNPU, static_cast<c10::DeviceIndex>(device));
   if (!bytes) return {nullptr, place};
-  auto block = std::make_unique<Block>(Block{nullptr, bytes, device, plugged});
+  auto block = std::make_unique<Block>(Block{nullptr, bytes, device, plugged, new_trace(device)});
   if (plugged) {
     block->data = plugged->take(bytes, device, nullptr);
     if (!block->data) refuse(device, bytes);
@@ -159,11 +162,13 @@ struct Lent {
   c10::Storage host;
   int64_t bytes;
   int device;
+  std::unique_ptr<Trace> trace;
 };
 
 void drop_lent(void* context) {
   std::unique_ptr<Lent> lent(static_cast<Lent*>(context));
   leave(lent->device, lent->bytes, true);
+  freed(std::move(lent->trace));
 }
 
 // ---- memory that processes share
@@ -318,6 +323,11 @@ at::Tensor shared_memory(int process, int file, int64_t bytes, int device) {
   return tensor;
 }
 
+Trace* trace_of(const c10::DataPtr& data) {
+  if (data.get_deleter() == &free_block) return static_cast<Block*>(data.get_context())->trace.get();
+  return data.get_deleter() == &drop_lent ? static_cast<Lent*>(data.get_context())->trace.get() : nullptr;
+}
+
 at::Tensor same_memory(const at::Tensor& tensor) {
   return tensor.defined() ? over(tensor.storage(), c10::DispatchKey::PrivateUse1, tensor) : tensor;
 }
@@ -344,9 +354,10 @@ at::Tensor as_npu(const at::Tensor& tensor, int device) {
     own = take_block(bytes, device);
     if (bytes) std::memcpy(own.get(), tensor.storage().data(), bytes);
   } else {
+    std::unique_ptr<Trace> trace = bytes ? new_trace(device) : nullptr;
     enter(device, bytes, true);
-    own = {const_cast<void*>(tensor.storage().data()), new Lent{tensor.storage(), bytes, device}, &drop_lent,
-           c10::Device(kNPU, static_cast<c10::DeviceIndex>(device))};
+    own = {const_cast<void*>(tensor.storage().data()), new Lent{tensor.storage(), bytes, device, std::move(trace)},
+           &drop_lent, c10::Device(kNPU, static_cast<c10::DeviceIndex>(device))};
   }
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(own), &the_allocator, true);
   return over(std::move(storage), c10::DispatchKey::PrivateUse1, tensor);

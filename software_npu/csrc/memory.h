@@ -50,6 +50,10 @@ at::Tensor shared_memory(int process, int file, int64_t bytes, int device);
 at::Tensor as_cpu(const at::Tensor& tensor);
 at::Tensor as_npu(const at::Tensor& tensor, int device);
 
+// What is known of the use of this memory (races.h); null: nothing.
+struct Trace;
+Trace* trace_of(const c10::DataPtr& data);
+
 // The same memory, shape and strides in a tensor of its own: what a later `set_` or `.data =` leaves alone.
 at::Tensor same_memory(const at::Tensor& tensor);
 

@@ -8,6 +8,8 @@
 #include <chrono>
 #include <functional>
 
+#include "races.h"
+
 namespace software_npu {
 
 class Graph;
@@ -42,6 +44,7 @@ struct Event {
   std::chrono::steady_clock::time_point time;
   Graph* capture = nullptr;
   int device = -1;
+  Clock clock;
 };
 
 }  // namespace software_npu

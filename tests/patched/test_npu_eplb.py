@@ -19,9 +19,12 @@ PROMPTS = [[(7 * i + 3 * j + i * j) % 13 for j in range(3 + 4 * i)] for i in ran
 class Rank:
     """One rank of the engine; all ranks call the same methods in the same order."""
 
-    def __init__(self, path: str, parallel: str, redundant: int):
+    def __init__(self, path: str, parallel: str, redundant: int, **options):
         from npu_ground import make_llm
 
+        from ascend_rl.experts import eplb
+
+        eplb.CHANCE, eplb.COPY_TOKENS = 0.0, 1e-3  # any gain pays: a round here is a few hundred tokens
         self.llm = make_llm(
             path, distributed_executor_backend="external_launcher", **{parallel: RANKS},
             enable_expert_parallel=True, enable_prefix_caching=False, enable_sleep_mode=True, max_logprobs=50,
@@ -30,6 +33,7 @@ class Rank:
                 "dynamic_eplb": True, "eplb_policy_type": 4, "init_redundancy_expert": redundant,
                 "num_iterations_eplb_update": COLLECT, "num_wait_worker_iterations": WAIT,
             },
+            **options,
         )  # fmt: skip
         self.worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         self.runner, self.stages = self.worker.model_runner, []
@@ -93,6 +97,11 @@ class Rank:
         self.worker.sleep(2)
         self.worker.wake_up()
 
+    def load(self) -> torch.Tensor:
+        """[layers, slots of all ranks] what a planner would be given now."""
+        with torch.inference_mode():
+            return self.updator.compute_and_set_moe_load().flatten(1).cpu()
+
     def end(self) -> list[dict]:
         self.updator.shutdown()
         self.runner.manager.shutdown()
@@ -117,6 +126,25 @@ def follow(path: str, files: list[str], parallel: str, redundant: int) -> list[d
     engine.sync(files[1])
     engine.stage(files[1])
     return engine.end()
+
+
+def count_tokens(path: str, files: list[str], parallel: str, redundant: int, graphs: bool) -> dict:
+    """What is counted at the start, of one batch, and of how many tokens; by layer."""
+    sizes = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 8]}
+    options = {"enforce_eager": False, "compilation_config": sizes} if graphs else {}
+    engine = Rank(path, parallel, redundant, **options)
+    start = engine.load()
+    torch.npu.graphs.reset_counts()
+    engine.generate(PROMPTS, NEW_TOKENS)
+    prompts = sum(map(len, PROMPTS))
+    decoded = [max(NEW_TOKENS - less, 1) - 1 for less in (range(RANKS) if parallel == DP else (0,))]
+    found = {
+        "start": start.sum(1).tolist(), "counted": (engine.load() - start).sum(1).tolist(),
+        "tokens": sum(prompts + len(PROMPTS) * steps for steps in decoded),
+        "replays": torch.npu.graphs.counts()["replays"],
+    }  # fmt: skip
+    engine.end()
+    return found
 
 
 def outlive_a_planner(path: str, files: list[str], parallel: str, redundant: int) -> list[dict]:
@@ -191,6 +219,26 @@ def test_the_rollout_follows_the_trainer_and_the_experts(npu_ground, weights, de
     assert len(gaps) == 6 and max(gaps) < TOLERANCE, gaps
     tables = [stage["table"] for stage in stages]
     assert tables[0] == tables[1] != tables[2] == tables[3] != tables[4] == tables[5]
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize(
+    "device, parallel, redundant",
+    [
+        ("A3", DP, 2),
+        *[
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in (("A3", TP, 2), ("A2", TP, 0), ("A2", DP, 0))
+        ],
+    ],
+)
+def test_only_real_tokens_are_load(npu_ground, weights, device, parallel, redundant, graphs):
+    """No padding, and none of the dummy batches of a rank without requests."""
+    path, files, model = weights
+    found = npu_ground.run(rollouts, "count_tokens", device, str(path), files, parallel, redundant, graphs)
+    each = found["tokens"] * model.config.num_experts_per_tok
+    assert (found["start"], found["counted"]) == ([0] * LAYERS, [each] * LAYERS)
+    assert bool(found["replays"]) == graphs
 
 
 @pytest.mark.long
