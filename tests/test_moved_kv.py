@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,10 +193,31 @@ def test_what_a_killed_server_leaves_is_removed_by_the_next_or_by_another(tmp_pa
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
             assert owner.stdout.readline() == "ready\n"
             clear()
-            assert (tmp_path / "ascend-rl-kv-owner/movable-x-0/0.kv").exists(), "it is alive"
+            assert (tmp_path / f"ascend-rl-kv-{moved_kv.host()}-owner/movable-x-0/0.kv").exists(), "it is alive"
             owner.send_signal(signal.SIGKILL)
         clear()
         assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_is_one_that_network_file_systems_pass_on(depots):
+    """On a regular file that is open for writing: they turn it into one on the server's file."""
+    source, _ = depots
+    source._own()
+    lock = source.directory / "lock"
+    (line,) = [line for line in Path("/proc/locks").read_text().splitlines() if f":{lock.stat().st_ino} " in line]
+    assert lock.is_file() and line.split()[1:5] == ["FLOCK", "ADVISORY", "WRITE", str(os.getpid())]
+
+
+def test_a_server_of_another_host_is_taken_for_dead_after_a_day(depots):
+    """Whose lock may look free from here."""
+    source, target = depots
+    other = source.directory.with_name("ascend-rl-kv-0123456789ab-source")
+    (other / "movable-x-0").mkdir(parents=True)
+    target.clear()
+    assert (other / "movable-x-0").exists()
+    os.utime(other, (1, time.time() - 25 * 3600))
+    target.clear()
+    assert not other.exists()
 
 
 class Connector:
@@ -256,10 +278,12 @@ def test_a_server_waits_for_no_lock(tmp_path):
     first, second = Depot(tmp_path, "x", {}, 1), Depot(tmp_path, "x", {}, 1)
     first.expect("movable/a/0", None)
     second.expect("movable/b/0", None)
-    assert sorted(path.name for path in first.directory.iterdir()) == ["movable-a-0"]
+    assert [path.name for path in first.directory.iterdir() if path.is_dir()] == ["movable-a-0"]
+    second.clear()
+    assert (first.directory / "movable-a-0").exists(), "it is alive"
     first.clear()
     second.expect("movable/b/0", None)
-    assert sorted(path.name for path in second.directory.iterdir()) == ["movable-b-0"]
+    assert [path.name for path in second.directory.iterdir() if path.is_dir()] == ["movable-b-0"]
     second.clear()
 
 
