@@ -48,6 +48,7 @@ PREFIX = "ascend-rl-kv-"
 ABOUT = "about.json"  # in each directory: which engines can use it
 LOCK = "lock"  # in a server's directory
 UNUSED_S = 24 * 3600  # after which the directory of a server of another host is taken for that of a dead one
+TAKEN = "taken-"  # begins the names of directories that a target has taken
 ENDED = ".ended"  # a file beside the directories: the request ended before KV was asked for
 HEADER_BYTES = 512
 PARAMETER = "moved_kv"  # in a request's kv_transfer_params
@@ -196,7 +197,7 @@ class MovedKV:
         if not tokens:
             return
         self.admitted.add(request.request_id)
-        directory = request.kv_transfer_params[PARAMETER]["directory"]
+        directory, _ = self._given(request)
         if not num_external_tokens:
             return _remove(directory)
         first = (tokens - num_external_tokens) // self.block_size
@@ -205,7 +206,7 @@ class MovedKV:
 
     def request_finished(self, request, block_ids: list[int]) -> tuple[bool, None]:
         if self._tokens(request):
-            _remove(request.kv_transfer_params[PARAMETER]["directory"])
+            _remove(self._given(request)[0])
         self.admitted.discard(request.request_id)
         directory, tokens = self.directory / place(request.request_id), request.num_computed_tokens
         if directory.is_dir():
@@ -224,10 +225,20 @@ class MovedKV:
 
     def _tokens(self, request) -> int:
         """Tokens whose KV waits to be loaded; the newest is computed, for the next one."""
-        given = (request.kv_transfer_params or {}).get(PARAMETER)
-        if not given or request.request_id in self.admitted:
+        given = self._given(request)
+        if not given or request.request_id in self.admitted or request.skip_reading_prefix_cache:
             return 0
-        return min(given["tokens"], request.num_tokens - 1)
+        return min(given[1], request.num_tokens - 1)
+
+    def _given(self, request) -> tuple[str, int] | None:
+        """Directory and tokens of KV that this server's front end took; a caller can name any."""
+        params = request.kv_transfer_params
+        match params.get(PARAMETER) if isinstance(params, dict) else None:
+            case {"directory": str(directory), "tokens": int(tokens)} if tokens > 0:
+                path = Path(directory)
+                if path.parent == self.directory and path.name.startswith(TAKEN):
+                    return directory, tokens
+        return None
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -355,7 +366,7 @@ class Depot:
 
         None if it cannot be used here; the KV is computed anew then.
         """
-        directory = self.directory / ("taken-" + Path(given).name)
+        directory = self.directory / (TAKEN + Path(given).name)
         try:
             self._own()
             os.rename(given, directory)
