@@ -193,7 +193,7 @@ def test_what_a_killed_server_leaves_is_removed_by_the_next_or_by_another(tmp_pa
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
             assert owner.stdout.readline() == "ready\n"
             clear()
-            assert (tmp_path / f"ascend-rl-kv-{moved_kv.host()}-owner/movable-x-0/0.kv").exists(), "it is alive"
+            assert len(list(tmp_path.glob("*-owner/movable-x-0/0.kv"))) == 1, "it is alive"
             owner.send_signal(signal.SIGKILL)
         clear()
         assert not list(tmp_path.iterdir())
@@ -204,7 +204,8 @@ def test_a_lock_is_one_that_network_file_systems_pass_on(depots):
     source, _ = depots
     source._own()
     lock = source.directory / "lock"
-    (line,) = [line for line in Path("/proc/locks").read_text().splitlines() if f":{lock.stat().st_ino} " in line]
+    locks = Path("/proc/locks").read_text().splitlines()
+    (line,) = [line for line in locks if f":{lock.stat().st_ino} " in line]
     assert lock.is_file() and line.split()[1:5] == ["FLOCK", "ADVISORY", "WRITE", str(os.getpid())]
 
 
@@ -239,6 +240,7 @@ class Scheduling(moved_kv.MovedKV, Connector):
             "num_computed_tokens": tokens,
             "num_tokens": 99,
             "kv_transfer_params": kv,
+            "skip_reading_prefix_cache": False,
         }
         assert self.request_finished(SimpleNamespace(**given), list(range(50, 75))) == (False, None)
 

@@ -36,7 +36,7 @@ def check(params: Any, vocabulary: int) -> None:
             raise ValueError(f"{name} is {getattr(params, name)}: pass a finite number")
     for token, bias in (params.logit_bias or {}).items():
         if math.isnan(bias) or bias == math.inf:
-            raise ValueError(f"logit_bias of token {token} is {bias}: pass a finite number, or -inf to ban it")
+            raise ValueError(f"logit_bias of token {token} is {bias}: pass a number, or -inf to ban it")
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > vocabulary:
             raise ValueError(f"{name} is {getattr(params, name)}, and the model has {vocabulary} tokens")

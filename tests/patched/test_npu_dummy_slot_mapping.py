@@ -1,4 +1,4 @@
-"""An idle data-parallel engine replays its decode graph for the others, and leaves its prefix cache as it is."""
+"""An idle data-parallel engine replays its decode graph for the others, and keeps its prefix cache intact."""
 
 from __future__ import annotations
 
