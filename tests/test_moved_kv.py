@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -75,6 +76,7 @@ def depots(tmp_path):
     """A source and a target of two workers each; at the end nothing is left of what the test did."""
     depots = [Depot(tmp_path / "kv", name, MODEL, 2) for name in ("source", "target")]
     yield depots
+    (tmp_path / "kv").mkdir(exist_ok=True)
     left = list((tmp_path / "kv").rglob("*.kv")) + list((tmp_path / "kv").rglob("*.part"))
     for depot in depots:
         depot.clear()
@@ -235,14 +237,107 @@ class Scheduling(moved_kv.MovedKV, Connector):
         super().__init__(SimpleNamespace(kv_transfer_config=transfer, cache_config=cache_config), None)
 
     def end(self, name: str, tokens: int, kv=None) -> None:
-        given = {
-            "request_id": name,
-            "num_computed_tokens": tokens,
-            "num_tokens": 99,
-            "kv_transfer_params": kv,
-            "skip_reading_prefix_cache": False,
-        }
-        assert self.request_finished(SimpleNamespace(**given), list(range(50, 75))) == (False, None)
+        request = asked(name, kv, num_computed_tokens=tokens)
+        assert self.request_finished(request, list(range(50, 75))) == (False, None)
+
+    def admit(self, request, known: int) -> int:
+        """Admit a request, with ``known`` tokens in the prefix cache; the tokens that come from elsewhere."""
+        tokens, later = self.get_num_new_matched_tokens(request, known)
+        assert not later
+        blocks = SimpleNamespace(get_block_ids=lambda: (list(range(50, 75)),))
+        self.update_state_after_alloc(request, blocks, tokens)
+        return tokens
+
+
+def asked(name: str, kv=None, **more) -> SimpleNamespace:
+    """A request of 99 tokens, as vLLM's scheduler knows it."""
+    given = {
+        "request_id": name,
+        "kv_transfer_params": kv,
+        "num_tokens": 99,
+        "skip_reading_prefix_cache": False,
+    }
+    return SimpleNamespace(**given | more)
+
+
+def taken(depot: Depot, tokens: int, name="taken-movable-x-0") -> dict:
+    (depot.directory / name).mkdir(parents=True, exist_ok=True)
+    return {PARAMETER: {"directory": str(depot.directory / name), "tokens": tokens}}
+
+
+def test_the_scheduler_orders_the_blocks_that_its_prefix_cache_lacks(depots):
+    """Once, from the first block that is not known to the one with the last token, less the newest token."""
+    _, target = depots
+    for tokens, known, own in itertools.product([1, 4, 8, 9, 12], [0, 4, 8, 12], [9, 10, 12, 13, 99]):
+        scheduling, kv = Scheduling(target), taken(target, tokens)
+        directory, wanted = kv[PARAMETER]["directory"], min(tokens, own - 1)
+        loaded = scheduling.admit(request := asked("movable/x/1", kv, num_tokens=own), known)
+        assert loaded == max(0, wanted - known)
+        orders = scheduling.build_connector_meta(None)
+        if loaded:
+            needed = [50 + block for block in range(known // 4, (wanted + 3) // 4)]
+            assert orders == moved_kv.Orders(loads=[(directory, needed, known // 4)])
+        else:
+            assert orders == moved_kv.Orders()
+        assert Path(directory).exists() == bool(loaded), "what is not needed is removed"
+        assert scheduling.admit(request, 0) == 0, "after a preemption there is nothing to load"
+        assert scheduling.build_connector_meta(None) == moved_kv.Orders()
+        scheduling.end("movable/x/1", 0, kv)
+        assert not scheduling.admitted
+        target.clear()
+        moved_kv._remove(target.directory)
+
+
+def test_a_request_that_ends_after_it_was_admitted_removes_nothing(depots):
+    """Its workers do, and are about to load."""
+    _, target = depots
+    scheduling, kv = Scheduling(target), taken(target, 9)
+    assert scheduling.admit(asked("movable/x/1", kv), 0) == 9
+    scheduling.end("movable/x/1", 10, kv)
+    assert Path(kv[PARAMETER]["directory"]).exists()
+    assert len(scheduling.build_connector_meta(None).loads) == 1
+    moved_kv._remove(kv[PARAMETER]["directory"])
+
+
+def test_parameters_of_another_form_mean_no_kv(depots):
+    scheduling = Scheduling(depots[1])
+    forms = [
+        None,
+        5,
+        {},
+        *({PARAMETER: of} for of in (None, 3, {}, {"tokens": 9}, {"directory": 7, "tokens": 9})),
+    ]
+    for form in forms:
+        assert scheduling.admit(asked("movable/x/1", form), 0) == 0
+        scheduling.end("movable/x/1", 0, form)
+    assert scheduling.build_connector_meta(None) == moved_kv.Orders() and not scheduling.admitted
+
+
+@pytest.mark.parametrize("name", ["other", "movable-y-0", "taken-x/below"])
+def test_a_request_can_name_no_directory_but_what_its_server_took(depots, name):
+    """Whoever may send requests could else have any directory removed, and read KV of others."""
+    _, target = depots
+    scheduling, kv = Scheduling(target), taken(target, 9, name)
+    for request in (
+        asked("movable/x/1", kv),
+        asked("movable/z/1", taken(target, 9), skip_reading_prefix_cache=True),
+    ):
+        assert scheduling.admit(request, 0) == 0
+        scheduling.end(request.request_id, 0, kv)
+    for tokens in (0, -9):
+        assert scheduling.admit(asked("movable/x/1", taken(target, tokens)), 0) == 0
+    assert Path(kv[PARAMETER]["directory"]).exists()
+    assert scheduling.build_connector_meta(None) == moved_kv.Orders()
+
+
+def test_a_block_with_its_first_token_alone_is_saved(depots):
+    source, _ = depots
+    scheduling, saves = Scheduling(source), []
+    for tokens in (1, 4, 5, 8):
+        source.expect(f"movable/{tokens}/0", 1)
+        scheduling.end(f"movable/{tokens}/0", tokens)
+        saves += [(blocks, count) for _, blocks, count in scheduling.build_connector_meta(None).saves]
+    assert saves == [([50], 1), ([50], 4), ([50, 51], 5), ([50, 51], 8)]
 
 
 def test_the_scheduler_orders_saves_of_what_is_expected(depots):
