@@ -129,7 +129,7 @@ def odd(directory: str) -> list[dict]:
         {"logit_bias": dict.fromkeys(range(16), -INF)}, {"allowed_token_ids": [1, 1]},
         {"allowed_token_ids": [1], "logit_bias": {1: -INF}}, {"stop_token_ids": [10**9]},
         {"truncate_prompt_tokens": 10**6}, {"output_text_buffer_length": -5},
-        {"structured_outputs": Form(choice=["ü€日"])}, {"structured_outputs": Form(regex="")},
+        {"structured_outputs": Form(choice=["\u00fc"])}, {"structured_outputs": Form(regex="")},
         *({"extra_args": {"kv_transfer_params": params}} for params in kv),
         {"extra_args": {"kv_transfer_params": kv[-1]}, "prompt_logprobs": 0},
     ]  # fmt: skip
