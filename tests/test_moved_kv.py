@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,6 +76,7 @@ def depots(tmp_path):
     """A source and a target of two workers each; at the end nothing is left of what the test did."""
     depots = [Depot(tmp_path / "kv", name, MODEL, 2) for name in ("source", "target")]
     yield depots
+    (tmp_path / "kv").mkdir(exist_ok=True)
     left = list((tmp_path / "kv").rglob("*.kv")) + list((tmp_path / "kv").rglob("*.part"))
     for depot in depots:
         depot.clear()
@@ -192,10 +195,32 @@ def test_what_a_killed_server_leaves_is_removed_by_the_next_or_by_another(tmp_pa
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
             assert owner.stdout.readline() == "ready\n"
             clear()
-            assert (tmp_path / "ascend-rl-kv-owner/movable-x-0/0.kv").exists(), "it is alive"
+            assert len(list(tmp_path.glob("*-owner/movable-x-0/0.kv"))) == 1, "it is alive"
             owner.send_signal(signal.SIGKILL)
         clear()
         assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_is_one_that_network_file_systems_pass_on(depots):
+    """On a regular file that is open for writing: they turn it into one on the server's file."""
+    source, _ = depots
+    source._own()
+    lock = source.directory / "lock"
+    locks = Path("/proc/locks").read_text().splitlines()
+    (line,) = [line for line in locks if f":{lock.stat().st_ino} " in line]
+    assert lock.is_file() and line.split()[1:5] == ["FLOCK", "ADVISORY", "WRITE", str(os.getpid())]
+
+
+def test_a_server_of_another_host_is_taken_for_dead_after_a_day(depots):
+    """Whose lock may look free from here."""
+    source, target = depots
+    other = source.directory.with_name("ascend-rl-kv-0123456789ab-source")
+    (other / "movable-x-0").mkdir(parents=True)
+    target.clear()
+    assert (other / "movable-x-0").exists()
+    os.utime(other, (1, time.time() - 25 * 3600))
+    target.clear()
+    assert not other.exists()
 
 
 class Connector:
@@ -212,13 +237,107 @@ class Scheduling(moved_kv.MovedKV, Connector):
         super().__init__(SimpleNamespace(kv_transfer_config=transfer, cache_config=cache_config), None)
 
     def end(self, name: str, tokens: int, kv=None) -> None:
-        given = {
-            "request_id": name,
-            "num_computed_tokens": tokens,
-            "num_tokens": 99,
-            "kv_transfer_params": kv,
-        }
-        assert self.request_finished(SimpleNamespace(**given), list(range(50, 75))) == (False, None)
+        request = asked(name, kv, num_computed_tokens=tokens)
+        assert self.request_finished(request, list(range(50, 75))) == (False, None)
+
+    def admit(self, request, known: int) -> int:
+        """Admit a request, with ``known`` tokens in the prefix cache; the tokens that come from elsewhere."""
+        tokens, later = self.get_num_new_matched_tokens(request, known)
+        assert not later
+        blocks = SimpleNamespace(get_block_ids=lambda: (list(range(50, 75)),))
+        self.update_state_after_alloc(request, blocks, tokens)
+        return tokens
+
+
+def asked(name: str, kv=None, **more) -> SimpleNamespace:
+    """A request of 99 tokens, as vLLM's scheduler knows it."""
+    given = {
+        "request_id": name,
+        "kv_transfer_params": kv,
+        "num_tokens": 99,
+        "skip_reading_prefix_cache": False,
+    }
+    return SimpleNamespace(**given | more)
+
+
+def taken(depot: Depot, tokens: int, name="taken-movable-x-0") -> dict:
+    (depot.directory / name).mkdir(parents=True, exist_ok=True)
+    return {PARAMETER: {"directory": str(depot.directory / name), "tokens": tokens}}
+
+
+def test_the_scheduler_orders_the_blocks_that_its_prefix_cache_lacks(depots):
+    """Once, from the first block that is not known to the one with the last token, less the newest token."""
+    _, target = depots
+    for tokens, known, own in itertools.product([1, 4, 8, 9, 12], [0, 4, 8, 12], [9, 10, 12, 13, 99]):
+        scheduling, kv = Scheduling(target), taken(target, tokens)
+        directory, wanted = kv[PARAMETER]["directory"], min(tokens, own - 1)
+        loaded = scheduling.admit(request := asked("movable/x/1", kv, num_tokens=own), known)
+        assert loaded == max(0, wanted - known)
+        orders = scheduling.build_connector_meta(None)
+        if loaded:
+            needed = [50 + block for block in range(known // 4, (wanted + 3) // 4)]
+            assert orders == moved_kv.Orders(loads=[(directory, needed, known // 4)])
+        else:
+            assert orders == moved_kv.Orders()
+        assert Path(directory).exists() == bool(loaded), "what is not needed is removed"
+        assert scheduling.admit(request, 0) == 0, "after a preemption there is nothing to load"
+        assert scheduling.build_connector_meta(None) == moved_kv.Orders()
+        scheduling.end("movable/x/1", 0, kv)
+        assert not scheduling.admitted
+        target.clear()
+        moved_kv._remove(target.directory)
+
+
+def test_a_request_that_ends_after_it_was_admitted_removes_nothing(depots):
+    """Its workers do, and are about to load."""
+    _, target = depots
+    scheduling, kv = Scheduling(target), taken(target, 9)
+    assert scheduling.admit(asked("movable/x/1", kv), 0) == 9
+    scheduling.end("movable/x/1", 10, kv)
+    assert Path(kv[PARAMETER]["directory"]).exists()
+    assert len(scheduling.build_connector_meta(None).loads) == 1
+    moved_kv._remove(kv[PARAMETER]["directory"])
+
+
+def test_parameters_of_another_form_mean_no_kv(depots):
+    scheduling = Scheduling(depots[1])
+    forms = [
+        None,
+        5,
+        {},
+        *({PARAMETER: of} for of in (None, 3, {}, {"tokens": 9}, {"directory": 7, "tokens": 9})),
+    ]
+    for form in forms:
+        assert scheduling.admit(asked("movable/x/1", form), 0) == 0
+        scheduling.end("movable/x/1", 0, form)
+    assert scheduling.build_connector_meta(None) == moved_kv.Orders() and not scheduling.admitted
+
+
+@pytest.mark.parametrize("name", ["other", "movable-y-0", "taken-x/below"])
+def test_a_request_can_name_no_directory_but_what_its_server_took(depots, name):
+    """Whoever may send requests could else have any directory removed, and read KV of others."""
+    _, target = depots
+    scheduling, kv = Scheduling(target), taken(target, 9, name)
+    for request in (
+        asked("movable/x/1", kv),
+        asked("movable/z/1", taken(target, 9), skip_reading_prefix_cache=True),
+    ):
+        assert scheduling.admit(request, 0) == 0
+        scheduling.end(request.request_id, 0, kv)
+    for tokens in (0, -9):
+        assert scheduling.admit(asked("movable/x/1", taken(target, tokens)), 0) == 0
+    assert Path(kv[PARAMETER]["directory"]).exists()
+    assert scheduling.build_connector_meta(None) == moved_kv.Orders()
+
+
+def test_a_block_with_its_first_token_alone_is_saved(depots):
+    source, _ = depots
+    scheduling, saves = Scheduling(source), []
+    for tokens in (1, 4, 5, 8):
+        source.expect(f"movable/{tokens}/0", 1)
+        scheduling.end(f"movable/{tokens}/0", tokens)
+        saves += [(blocks, count) for _, blocks, count in scheduling.build_connector_meta(None).saves]
+    assert saves == [([50], 1), ([50], 4), ([50, 51], 5), ([50, 51], 8)]
 
 
 def test_the_scheduler_orders_saves_of_what_is_expected(depots):
@@ -256,10 +375,12 @@ def test_a_server_waits_for_no_lock(tmp_path):
     first, second = Depot(tmp_path, "x", {}, 1), Depot(tmp_path, "x", {}, 1)
     first.expect("movable/a/0", None)
     second.expect("movable/b/0", None)
-    assert sorted(path.name for path in first.directory.iterdir()) == ["movable-a-0"]
+    assert [path.name for path in first.directory.iterdir() if path.is_dir()] == ["movable-a-0"]
+    second.clear()
+    assert (first.directory / "movable-a-0").exists(), "it is alive"
     first.clear()
     second.expect("movable/b/0", None)
-    assert sorted(path.name for path in second.directory.iterdir()) == ["movable-b-0"]
+    assert [path.name for path in second.directory.iterdir() if path.is_dir()] == ["movable-b-0"]
     second.clear()
 
 

@@ -8,8 +8,10 @@ the workers copy it into the request's blocks in the step that admits it. Only t
 
 - A target loads only whole, undamaged files of the same model, weights, block size and parallelism. What is
   missing, damaged, different or late is computed anew, as is a request that moves on before it was admitted.
+  No file that cannot be read ends an engine: the workers name its blocks, and the scheduler starts over.
 - A directory belongs to one server at a time and is used once. It is gone when it was used, when its request
-  ended, and at the end of the rollout; that of a process that died, when another starts or ends a rollout.
+  ended, and at the end of the rollout; that of a process that died, when another on its host starts or ends a
+  rollout, or after a day.
 - A worker writes only what takes no more than half of the free memory.
 
 Cost: two copies of the KV and two passes for its sum, O(bytes); without a move a file operation or two when a
@@ -27,6 +29,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +46,9 @@ CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.moved_kv.MovedKVConnec
 MEMORY = "/dev/shm"
 PREFIX = "ascend-rl-kv-"
 ABOUT = "about.json"  # in each directory: which engines can use it
+LOCK = "lock"  # in a server's directory
+UNUSED_S = 24 * 3600  # after which the directory of a server of another host is taken for that of a dead one
+TAKEN = "taken-"  # begins the names of directories that a target has taken
 ENDED = ".ended"  # a file beside the directories: the request ended before KV was asked for
 HEADER_BYTES = 512
 PARAMETER = "moved_kv"  # in a request's kv_transfer_params
@@ -127,7 +133,7 @@ def checked(path: Path) -> dict[str, Any]:
 
 
 def _open(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    words = np.memmap(path, np.uint8, "c")
+    words = np.fromfile(path, np.uint8)  # a page of a mapped file that is gone would end the process
     return words, json.loads(words[:HEADER_BYTES].tobytes())
 
 
@@ -179,6 +185,7 @@ class MovedKV:
         self.block_size = vllm_config.cache_config.block_size
         self.orders = Orders()
         self.admitted: set[str] = set()  # requests whose KV was loaded or not needed
+        self.unloaded: set[int] = set()  # blocks of this step whose KV a worker could not load
 
     # The scheduler's side.
 
@@ -190,7 +197,7 @@ class MovedKV:
         if not tokens:
             return
         self.admitted.add(request.request_id)
-        directory = request.kv_transfer_params[PARAMETER]["directory"]
+        directory, _ = self._given(request)
         if not num_external_tokens:
             return _remove(directory)
         first = (tokens - num_external_tokens) // self.block_size
@@ -199,7 +206,7 @@ class MovedKV:
 
     def request_finished(self, request, block_ids: list[int]) -> tuple[bool, None]:
         if self._tokens(request):
-            _remove(request.kv_transfer_params[PARAMETER]["directory"])
+            _remove(self._given(request)[0])
         self.admitted.discard(request.request_id)
         directory, tokens = self.directory / place(request.request_id), request.num_computed_tokens
         if directory.is_dir():
@@ -218,10 +225,20 @@ class MovedKV:
 
     def _tokens(self, request) -> int:
         """Tokens whose KV waits to be loaded; the newest is computed, for the next one."""
-        given = (request.kv_transfer_params or {}).get(PARAMETER)
-        if not given or request.request_id in self.admitted:
+        given = self._given(request)
+        if not given or request.request_id in self.admitted or request.skip_reading_prefix_cache:
             return 0
-        return min(given["tokens"], request.num_tokens - 1)
+        return min(given[1], request.num_tokens - 1)
+
+    def _given(self, request) -> tuple[str, int] | None:
+        """Directory and tokens of KV that this server's front end took; a caller can name any."""
+        params = request.kv_transfer_params
+        match params.get(PARAMETER) if isinstance(params, dict) else None:
+            case {"directory": str(directory), "tokens": int(tokens)} if tokens > 0:
+                path = Path(directory)
+                if path.parent == self.directory and path.name.startswith(TAKEN):
+                    return directory, tokens
+        return None
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -239,12 +256,20 @@ class MovedKV:
         for directory, blocks, tokens in orders.saves:
             try:
                 write(Path(directory, self.file), self.parts, blocks, tokens)
-            except OSError as error:
+            except Exception as error:
                 logger.warning("rollout_rebalance: KV not sent: %s", error)
                 _remove(directory)
         for directory, blocks, skip in orders.loads:
-            read(Path(directory, self.file), self.parts, blocks, skip)
+            try:
+                read(Path(directory, self.file), self.parts, blocks, skip)
+            except Exception as error:
+                logger.warning("rollout_rebalance: KV in %s computed anew: %s", directory, error)
+                self.unloaded.update(blocks)
             _discard(Path(directory), self.file)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        unloaded, self.unloaded = self.unloaded, set()
+        return unloaded
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -270,6 +295,32 @@ def _discard(directory: Path, file: str) -> None:
 # In the front ends.
 
 
+def host() -> str:
+    """What the processes that see each other's locks on any file system share, containers included.
+
+    >>> len(host()), host() == host()
+    (12, True)
+    """
+    return hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).hexdigest()[:12]
+
+
+def _locked(directory: Path) -> int:
+    """The lock on a directory: on a file in it, as NFS locks no directory.
+
+    Raises:
+        OSError: a process has it, or is just removing the directory.
+    """
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(directory / LOCK).st_ino != os.fstat(lock).st_ino:
+            raise FileNotFoundError(directory)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
 class Depot:
     """One server's directory, and what is in it.
 
@@ -281,7 +332,8 @@ class Depot:
     """
 
     def __init__(self, base: str | Path, name: str, about: Mapping[str, Any], workers: int):
-        self.directory, self.about, self.workers = Path(base, PREFIX + name), dict(about), workers
+        self.directory = Path(base, f"{PREFIX}{host()}-{name}")
+        self.about, self.workers = dict(about), workers
         self.lock: int | None = None
         self.clear()
 
@@ -314,7 +366,7 @@ class Depot:
 
         None if it cannot be used here; the KV is computed anew then.
         """
-        directory = self.directory / ("taken-" + Path(given).name)
+        directory = self.directory / (TAKEN + Path(given).name)
         try:
             self._own()
             os.rename(given, directory)
@@ -331,19 +383,18 @@ class Depot:
         return {PARAMETER: {"directory": str(directory), "tokens": tokens}}
 
     def clear(self) -> None:
-        """Remove this server's directory and those of servers that died."""
-        _remove(self.directory)
+        """Remove this server's directory and those of servers that died.
+
+        A lock tells of the servers of this host alone: not every file system passes it on to others.
+        """
         if self.lock is not None:
-            os.close(self.lock)
+            self._drop(self.directory, self.lock)
             self.lock = None
         for directory in self.directory.parent.glob(PREFIX + "*"):
             with contextlib.suppress(OSError):
-                lock = os.open(directory, os.O_RDONLY)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove(directory)
-                finally:
-                    os.close(lock)
+                here = directory.name.startswith(PREFIX + host())
+                if here or time.time() - directory.stat().st_mtime > UNUSED_S:
+                    self._drop(directory, _locked(directory))
 
     def _own(self) -> None:
         """Make the directory and lock it: a lock ends with its process.
@@ -351,18 +402,17 @@ class Depot:
         Raises:
             OSError: someone else has it, or is just removing it; there is always replay.
         """
-        if self.lock is not None:
-            return
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(self.directory, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(self.directory).st_ino != os.fstat(lock).st_ino:
-                raise FileNotFoundError(self.directory)
-        except OSError:
-            os.close(lock)
-            raise
-        self.lock = lock
+        if self.lock is None:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.lock = _locked(self.directory)
+
+    def _drop(self, directory: Path, lock: int) -> None:
+        """Remove a directory, under another name: NFS keeps a file as long as it is open."""
+        dropped = directory.with_name(f"{PREFIX}{host()}-dropped-{os.getpid()}-{directory.name}")
+        with contextlib.suppress(OSError):
+            directory.rename(dropped)
+        os.close(lock)
+        _remove(dropped)
 
     def _about(self, weights: Any) -> str:
         return json.dumps(self.about | {"weights": weights}, sort_keys=True, default=str)

@@ -424,6 +424,8 @@ def can_move(sampling_params: Mapping[str, Any]) -> bool:
     >>> can_move({"extra_args": {"sam_history": [(1, b"")]}}), can_move({"extra_args": {"another": 1}})
     (True, False)
     """
+    if sampling_params.get("prompt_logprobs") is not None:  # 0 asks for them too
+        return False
     others = {key: value for key, value in sampling_params.items() if key not in STATELESS}
     extra = others.pop("extra_args", None) or {}
     return not any(others.values()) and extra.keys() <= STATELESS_EXTRA

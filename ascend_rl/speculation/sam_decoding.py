@@ -3,7 +3,7 @@
 `SamDrafter` predicts how a text continues. This module applies it to the runner's batch: a request gets a
 draft after each step that sampled a token for it, but never beyond its last token (max_tokens, the model's
 length), and not while its sampling needs something that is computed for one token a step (penalties, min_p,
-logit_bias, min_tokens not yet reached). This affects only speed, never what is emitted.
+logit_bias, bad words, min_tokens not yet reached). This affects only speed, never what is emitted.
 
 The tokens of a rejected draft are computed for nothing, and a step takes as long as all its tokens need. So
 a step verifies those tokens of all drafts that are likeliest to be right, as many as make it emit most for
@@ -76,6 +76,8 @@ def takes_drafts(params, output_tokens: int) -> bool:
         or params.repetition_penalty != 1
         or params.min_p
         or params.logit_bias
+        or params.bad_words
+        or params._bad_words_token_ids
         or output_tokens < params.min_tokens
     )
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from npu_ground import make_llm
 
-from ascend_rl.rollout.moved_kv import CONNECTOR, Depot, place
+from ascend_rl.rollout.moved_kv import CONNECTOR, PARAMETER, Depot, place
 
 NEW = 40  # tokens of each response
 LENGTHS = (5, 107, 108, 109, 300)  # at 20 tokens, with and without a full last block of 128
@@ -113,7 +113,17 @@ def prompts_of(lengths) -> list[list[int]]:
 
 
 def move(
-    run, path: Path, base: Path, workers=1, spoil=None, cut=20, target=(), second=go_on, known=270, **options
+    run,
+    path: Path,
+    base: Path,
+    workers=1,
+    spoil=None,
+    lose=None,
+    cut=20,
+    target=(),
+    second=go_on,
+    known=270,
+    **options,
 ) -> SimpleNamespace:
     """Requests of several lengths at once, from one engine to another.
 
@@ -124,6 +134,7 @@ def move(
         second: the job of the second engine.
         known: so many tokens of the last prompt are in its prefix cache.
         spoil: what to do to the directory of each request before the target takes it.
+        lose: the same, after the target's front end has taken it.
     """
     prompts = prompts_of(LENGTHS)
     source, receiver = (Depot(base, name, {}, workers) for name in ("source", "target"))
@@ -137,6 +148,8 @@ def move(
         if spoil:
             spoil(directory)
         kv = asyncio.run(receiver.take(str(directory), None))
+        if lose:
+            lose(Path(kv[PARAMETER]["directory"]))
         moves.append([prompt + part["tokens"], kv, NEW - len(part["tokens"])])
     found = run(
         second, str(path), str(receiver.directory), moves, prompts[-1][:known], **options | dict(target)

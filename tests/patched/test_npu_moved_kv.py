@@ -33,6 +33,24 @@ def test_the_target_computes_one_token(npu_ground, tmp_path, options):
     assert found.computed == [1, found.lengths[1], 1, 1, 1]
 
 
+def lose(directory):
+    """Of two requests the KV goes missing after the target has taken it: the first and the longest."""
+    if "-0-" in directory.name:
+        (directory / "0.kv").unlink()
+    if "-4-" in directory.name:
+        shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=str)
+def test_kv_that_goes_missing_is_computed_anew(npu_ground, tmp_path, options):
+    """The engine has counted its tokens as computed, and sampled one from blocks without KV."""
+    model = save_random_model(tmp_path / "model")
+    stayed = npu_ground.run(stay, str(model), prompts_of(LENGTHS))
+    found = move(npu_ground.run, model, tmp_path / "kv", lose=lose, **options)
+    check(found, stayed, model)
+    assert found.sent == 5 and found.preempted == 2
+
+
 def go_on_in_graphs(*args, **options) -> dict:
     import torch
 
