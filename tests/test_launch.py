@@ -26,6 +26,7 @@ from ascend_rl.launch.launch_plan import (
     read_cluster_file,
     read_token,
 )
+from ascend_rl.settings.claim import MARK
 from ascend_rl.settings.switch import CannotWork
 
 TOKEN = "0123456789abcdef"
@@ -362,6 +363,7 @@ def test_starting_again_keeps_what_earlier_starts_wrote(root, tmp_path):
     command = ["bash", "ray_start_npu.sh", str(tmp_path / "train_it.sh"), str(tmp_path / "env.sh")]
     variables = {"OUTPUT_DIR": str(out), "LOG_DIR": str(tmp_path / "logs"), "SKIP_PREFLIGHT": "1"}
     out.mkdir()
+    (out / "report.html").write_text("of whoever had it before")
     for i in (1, 2, 3):
         if i < 3:  # the third start finds no metrics: the second ended before its first step
             (out / "metrics.jsonl").write_text(f"metrics of {i}")
@@ -371,6 +373,7 @@ def test_starting_again_keeps_what_earlier_starts_wrote(root, tmp_path):
         assert (out / "train.log").read_text() == "started\n"
         (out / "train.log").unlink()
     kept = {path.name: path.read_text() for path in out.iterdir()}
+    assert (kept.pop(MARK), kept.pop("report.1.html")) == ("run\n", "of whoever had it before")
     for name in ("run.2.json", "run.3.json", "run.json"):  # of the three starts, for report.html
         assert json.loads(kept.pop(name))["overrides"] == []
     logs, metrics = (

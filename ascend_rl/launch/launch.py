@@ -48,7 +48,7 @@ from ascend_rl.launch.launch_plan import (
 )
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 from ascend_rl.launch.supervise import Ending, descendants, processes, supervise
-from ascend_rl.settings import counts
+from ascend_rl.settings import claim, counts
 from ascend_rl.settings.logs import set_aside
 from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, switched_on
@@ -233,6 +233,8 @@ def check_node(plan: Plan) -> None:
                 f"{stop_command(entry)}, or give this one another OUTPUT_DIR"
             )
     if plan.role == "head":
+        if why := claim.refusal(plan.output_dir, plan.kind):
+            raise CannotWork(f"{why}; set OUTPUT_DIR to another directory, or remove it yourself")
         family = socket.AF_INET6 if ":" in plan.address else socket.AF_INET
         ports = {"RAY_PORT": plan.ray_port} | ({"LAUNCH_PORT": plan.launch_port} if plan.nnodes > 1 else {})
         for name, port in ports.items():
@@ -361,6 +363,8 @@ def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
         plan.log_dir.mkdir(parents=True, exist_ok=True)
         log_file(plan).parent.mkdir(parents=True, exist_ok=True)
         written = ("metrics.jsonl", "hydra", "run.json") if plan.role == "head" else ()
+        if plan.role == "head" and not claim.claim(plan.output_dir, plan.kind):
+            written += ("report.json", "report.html", "report.png")  # of whoever had the directory before
         set_aside([log_file(plan), *(plan.output_dir / name for name in written)])
         if plan.role == "head":  # for report.html: what differs from the recipe
             started = {"script": plan.script, "env_script": plan.env_script, "overrides": plan.overrides}
@@ -606,6 +610,7 @@ def main(arguments: list[str]) -> int:
         plan = make_plan(settings, args.script, args.env_script, args.overrides, os.environ)
         if args.check:
             plan = replace(plan, check=True, output_dir=plan.output_dir / "check")
+            plan = plan if plan.kind == claim.REHEARSAL else replace(plan, kind=claim.CHECK)
         if args.dry_run or switched_on("DRY_RUN"):
             show(plan)
             check_node(plan)
