@@ -200,6 +200,7 @@ REVIEWED = {
     # results of the tests below data/
     'quickstart.sh: rm -rf "$OUTPUT_DIR"/{checkpoints,evaluation,model}  # of an earlier quickstart',
     'clean_cache.sh: rm -rf --one-file-system -- "$path"',
+    'internal/cluster/slurm.sh: rm -f "$CLUSTER_TOKEN_FILE"',
     "internal/cluster/slurm.sh: trap 'rm -f \"$CLUSTER_TOKEN_FILE\"' EXIT",
     'run_tests.sh: rm -rf "$results"',
 }

@@ -359,6 +359,8 @@ class Depot:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.stat(self.directory).st_ino != os.fstat(lock).st_ino:
                 raise FileNotFoundError(self.directory)
+            if os.fstat(lock).st_uid != os.geteuid():
+                raise PermissionError(f"{self.directory} belongs to another user")
         except OSError:
             os.close(lock)
             raise
