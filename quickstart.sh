@@ -4,7 +4,7 @@
 # Usage:    bash quickstart.sh [--steps N] [--nproc N] [--evaluate]
 # Example:  bash quickstart.sh
 #           bash quickstart.sh --steps 20
-# Writes:   .venv/, frameworks/, data/tiny/, outputs/<run>/
+# Writes:   .venv/, frameworks/, data/tiny/, OUTPUT_DIR (outputs/quickstart; new, empty, or an earlier quickstart's)
 # Hardware: 2 cores, 8 GiB, 12 GB of disk, Linux with Python 3.11; no accelerator, no GPU driver
 # Duration: on two idle cores 138 s the first time, downloads of 3 GB apart (2 minutes or more), 72 to 83 s again
 #
@@ -12,7 +12,7 @@
 #   --nproc N   trainer workers, each with its own vLLM server (default 1)
 #   --evaluate  save, export and evaluate the model too, before and after: avg@4 and pass@4 (about 30 s more)
 #
-# Ends with a table, outputs/<run>/report.json and outputs/<run>/report.png. Ctrl-C stops everything.
+# Ends with a table, OUTPUT_DIR/report.json and OUTPUT_DIR/report.png. Ctrl-C stops everything.
 # Succeeds if, after 80 steps or more, the reward is at least 0.8 in training and on held-out prompts, and rollout and
 # trainer probabilities always agreed (within 5e-5; rounding alone can reach 1e-5 for single tokens).
 started=$SECONDS
@@ -36,11 +36,14 @@ cd "$ROOT"
 log "1/3 sources, patches, environment"
 bash build_project.sh --target cpu
 use_python
+adopt=()
+if [ -z "${OUTPUT_DIR:-}" ]; then OUTPUT_DIR="$ROOT/outputs/quickstart" adopt=(--adopt); fi
+export OUTPUT_DIR RUN_KIND=quickstart
+python -m ascend_rl.settings.claim "$RUN_KIND" "$OUTPUT_DIR" "${adopt[@]}"
 log "2/3 the tiny Qwen3 and its task"
 python -m ascend_rl.tiny --out data/tiny
 export STEPS NPUS_PER_NODE="$NPROC" SKIP_REPORT=1 RUN_DEADLINE_S="${RUN_DEADLINE_S:-$((600 + 10 * STEPS))}"
 export START_DEADLINE_S="${START_DEADLINE_S:-400}" STALL_DEADLINE_S="${STALL_DEADLINE_S:-120}"
-export OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/quickstart}"
 log "3/3 GSPO, $STEPS steps on $NPROC worker(s); the log is $OUTPUT_DIR/train.log"
 saving=()
 if [ "$EVALUATE" = 1 ]; then

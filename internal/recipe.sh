@@ -42,6 +42,7 @@ inputs() {
     MODEL_PATH="${MODEL_PATH:-$ROOT/models/${1##*/}}"
     TRAIN_FILE="${TRAIN_FILE:-$ROOT/data/$2/train.parquet}"
     TEST_FILE="${TEST_FILE:-$ROOT/data/$3/test.parquet}"
+    if smoking; then name+=_rehearsal; fi
     OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/${name#train_}}"
     input "$MODEL_PATH/config.json" "set MODEL_PATH, or: bash download_weights.sh $1 --out $MODEL_PATH"
     input "$TRAIN_FILE" "set TRAIN_FILE, or: python -m ascend_rl.data $2 --out $ROOT/data/$2"
@@ -272,7 +273,10 @@ smoke() {
     if [ "$1" = moe ]; then data="$ROOT/data/tiny_moe"; fi
     checkpoint="${data}_mcore"
     if switched USE_ALLTOALL_OVERLAP; then checkpoint+=_overlap; fi  # another layout of the experts
-    if [ "${DRY_RUN:-0}" != 1 ]; then smoke_data "$1" "$data" "$checkpoint" >&2; fi
+    if [ "${DRY_RUN:-0}" != 1 ]; then
+        python -m ascend_rl.settings.claim rehearsal "$OUTPUT_DIR" || exit 1
+        smoke_data "$1" "$data" "$checkpoint" >&2
+    fi
 
     SMOKE_DIES=1 SMOKE_SIZES=()
     if [ "$2" = megatron ]; then

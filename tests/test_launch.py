@@ -5,6 +5,8 @@ tests/test_launcher.py runs the whole launcher on several hosts.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -26,6 +28,7 @@ from ascend_rl.launch.launch_plan import (
     read_cluster_file,
     read_token,
 )
+from ascend_rl.settings.claim import MARK
 from ascend_rl.settings.switch import CannotWork
 
 TOKEN = "0123456789abcdef"
@@ -362,6 +365,7 @@ def test_starting_again_keeps_what_earlier_starts_wrote(root, tmp_path):
     command = ["bash", "ray_start_npu.sh", str(tmp_path / "train_it.sh"), str(tmp_path / "env.sh")]
     variables = {"OUTPUT_DIR": str(out), "LOG_DIR": str(tmp_path / "logs"), "SKIP_PREFLIGHT": "1"}
     out.mkdir()
+    (out / "report.html").write_text("of whoever had it before")
     for i in (1, 2, 3):
         if i < 3:  # the third start finds no metrics: the second ended before its first step
             (out / "metrics.jsonl").write_text(f"metrics of {i}")
@@ -371,6 +375,7 @@ def test_starting_again_keeps_what_earlier_starts_wrote(root, tmp_path):
         assert (out / "train.log").read_text() == "started\n"
         (out / "train.log").unlink()
     kept = {path.name: path.read_text() for path in out.iterdir()}
+    assert (kept.pop(MARK), kept.pop("report.1.html")) == ("run\n", "of whoever had it before")
     for name in ("run.2.json", "run.3.json", "run.json"):  # of the three starts, for report.html
         assert json.loads(kept.pop(name))["overrides"] == []
     logs, metrics = (
@@ -379,6 +384,76 @@ def test_starting_again_keeps_what_earlier_starts_wrote(root, tmp_path):
     )
     del metrics["metrics.3.jsonl"]
     assert kept == logs | metrics
+
+
+# Launches that are found in TMPDIR, where anybody may write.
+
+OTHER = 54321  # another user
+
+
+def fifo(file, directory):
+    file.unlink()
+    os.mkfifo(file, 0o600)
+
+
+def by_link(file, directory):
+    file.rename(file.with_name("entry"))
+    file.symlink_to("entry")
+
+
+def behind_a_link(file, directory):
+    directory.rename(place := directory.with_name("elsewhere"))
+    directory.symlink_to(place)
+
+
+PLANTED = {
+    "of another user": lambda file, directory: [os.chown(path, OTHER, OTHER) for path in (directory, file)],
+    "in a directory of another user": lambda file, directory: os.chown(directory, OTHER, OTHER),
+    "a file of another user": lambda file, directory: os.chown(file, OTHER, OTHER),
+    "in a directory that others may write to": lambda file, directory: directory.chmod(0o777),
+    "a file that others may write to": lambda file, directory: file.chmod(0o666),
+    "a pipe": fifo,
+    "a link": by_link,
+    "behind a link": behind_a_link,
+    "deep": lambda file, directory: file.write_text("[" * 60_000),
+    "long": lambda file, directory: file.write_text(" " * (1 << 17) + file.read_text()),
+    "no object": lambda file, directory: file.write_text("[]"),
+    "no JSON": lambda file, directory: file.write_bytes(b"\xff\0"),
+    "half": lambda file, directory: file.write_text('{"pid": 1, "run": "x"}'),
+    "of other types": lambda file, directory: file.write_text(
+        file.read_text().replace('"ports": []', '"ports": 1')
+    ),
+    "of an earlier process": lambda file, directory: None,
+}
+
+
+@pytest.mark.parametrize("how", PLANTED)
+def test_what_lies_in_a_shared_tmpdir_hangs_and_ends_nothing(how, root, tmp_path):
+    """It names a process of this user and is locked as if its launcher lived; --stop leaves that alone."""
+    if "another user" in how and os.geteuid():
+        pytest.skip("only root can give a file to another user")
+    directory = tmp_path / "ascend-rl-planted"
+    directory.mkdir(mode=0o700)
+    file = directory / "launch.json"
+    victim = subprocess.Popen(["sleep", "600"])
+    entry = dict.fromkeys(("run", "role", "address", "head", "log", "started"), "x")
+    file.write_text(json.dumps(entry | {"pid": victim.pid, "born": 1, "nnodes": 1, "ports": []}))
+    PLANTED[how](file, directory)
+    with contextlib.ExitStack() as held:
+        if file.is_file():
+            fcntl.flock(held.enter_context(file.open()), fcntl.LOCK_EX)
+        environ = os.environ | {"TMPDIR": str(tmp_path)}
+        for flag in ("--status", "--stop"):
+            command = [sys.executable, "-m", "ascend_rl.launch.launch", flag]
+            done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=60)
+            told = done.stdout + done.stderr
+            assert "Traceback" not in told and victim.poll() is None, told
+            if how == "of an earlier process":
+                assert "running: run 'x'" in told or (done.returncode == 1 and "in another container" in told)
+            else:
+                assert (done.returncode, told) == (1, "no run on this node\n")
+    victim.kill()
+    victim.wait()
 
 
 def test_a_port_to_be_served_later_is_none_that_a_connection_may_get_meanwhile():

@@ -384,6 +384,16 @@ def test_a_server_waits_for_no_lock(tmp_path):
     second.clear()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_directory_of_another_user_takes_no_kv(tmp_path):
+    """/dev/shm is anybody's to write to, and the name can be guessed."""
+    depot = Depot(tmp_path, "x", {}, 1)
+    depot.directory.mkdir(mode=0o777)
+    os.chown(depot.directory, 54321, 54321)
+    depot.expect("movable/a/0", None)
+    assert depot.lock is None and not list(depot.directory.iterdir())
+
+
 def test_a_directory_is_described_by_what_its_engine_shares(depots):
     source, _ = depots
     source.expect("movable/x/0", 7)

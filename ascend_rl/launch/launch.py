@@ -25,11 +25,12 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -48,13 +49,17 @@ from ascend_rl.launch.launch_plan import (
 )
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 from ascend_rl.launch.supervise import Ending, descendants, processes, supervise
-from ascend_rl.settings import counts, hidden
+from ascend_rl.settings import claim, counts, hidden
 from ascend_rl.settings.logs import set_aside
 from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, switched_on
 
 MARK = "ASCEND_RL_LAUNCH"
 STOP_PATIENCE_S = 60.0
+LONGEST_ENTRY = 1 << 16
+# What launch.json has at least.
+ENTRY = {"pid": int, "born": int, "nnodes": int, "ports": list}
+ENTRY |= dict.fromkeys(("run", "role", "address", "head", "log", "started"), str)
 # Not for what is started: frameworks give some of these a meaning of their own.
 LAUNCHERS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "CLUSTER_TOKEN", "RAY_ADDRESS")
 # Only bash can source the environment script.
@@ -100,6 +105,7 @@ def registered(plan: Plan) -> Iterator[Path]:
             json.dump(
                 {
                     "pid": os.getpid(),
+                    "born": born(os.getpid()),
                     "run": plan.run,
                     "role": plan.role,
                     "nnodes": plan.nnodes,
@@ -121,25 +127,50 @@ def registered(plan: Plan) -> Iterator[Path]:
 
 
 def launches() -> list[tuple[Path, dict, bool]]:
-    """(directory, launch.json, whether its launcher lives) of this user's launches on this node."""
+    """(directory, launch.json, whether its launcher lives) of this user's launches on this node.
+
+    TMPDIR is anybody's to write to: what is not a regular file of this user, in a directory of this user that
+    nobody else can write to, is not looked at, whoever this user is. What is no launch.json is no launch.
+    """
     found = []
     for path in sorted(Path(tempfile.gettempdir()).glob("ascend-rl-*/launch.json")):
-        with contextlib.suppress(OSError, ValueError), path.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                alive = False
-            except BlockingIOError:
-                alive = True
-            found.append((path.parent, json.load(file), alive))
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            if not own(path.parent.lstat(), stat.S_ISDIR):
+                continue
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                if not own(os.fstat(file.fileno()), stat.S_ISREG):
+                    continue
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    alive = False
+                except BlockingIOError:
+                    alive = True
+                entry = json.loads(file.read(LONGEST_ENTRY))
+            if isinstance(entry, dict) and all(isinstance(entry.get(k), kind) for k, kind in ENTRY.items()):
+                found.append((path.parent, entry, alive))
     return found
 
 
+def own(about: os.stat_result, kind: Callable[[int], bool]) -> bool:
+    """Whether a file is of this kind, belongs to this user, and nobody else may write to it."""
+    return kind(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022
+
+
+def born(pid: int) -> int:
+    """When a process started, in clock ticks since the boot, which tells it from a later one; 0 for none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
+
+
 def leftovers(directory: Path) -> set[int]:
-    """Processes that carry a launch's mark, and their descendants (a title may have overwritten theirs)."""
+    """This user's processes that carry a launch's mark, and their descendants (a title may hide theirs)."""
     found = set()
     for pid in processes():
         with contextlib.suppress(OSError):
-            if f"{MARK}={directory}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes() + b"\0":
+            marked = f"{MARK}={directory}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes() + b"\0"
+            if marked and Path(f"/proc/{pid}").stat().st_uid == os.geteuid():
                 found.add(pid)
     for pid in list(found):
         found |= descendants(pid).keys()
@@ -182,9 +213,12 @@ def stop(run: str) -> int:
         return 1
     for _, entry, alive in found:
         print("stopping", describe(entry))
-        if alive:
+        if alive and born(entry["pid"]) == entry["born"]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(entry["pid"], signal.SIGTERM)
+        elif alive:
+            print("ERROR: its launcher is in another container: stop it there", file=sys.stderr)
+            return 1
     until = time.monotonic() + STOP_PATIENCE_S
     while any(alive and (directory / "launch.json").exists() for directory, _, alive in found):
         if time.monotonic() > until:
@@ -233,6 +267,8 @@ def check_node(plan: Plan) -> None:
                 f"{stop_command(entry)}, or give this one another OUTPUT_DIR"
             )
     if plan.role == "head":
+        if why := claim.refusal(plan.output_dir, plan.kind):
+            raise CannotWork(f"{why}; set OUTPUT_DIR to another directory, or remove it yourself")
         family = socket.AF_INET6 if ":" in plan.address else socket.AF_INET
         ports = {"RAY_PORT": plan.ray_port} | ({"LAUNCH_PORT": plan.launch_port} if plan.nnodes > 1 else {})
         for name, port in ports.items():
@@ -363,6 +399,8 @@ def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
         plan.log_dir.mkdir(parents=True, exist_ok=True)
         log_file(plan).parent.mkdir(parents=True, exist_ok=True)
         written = ("metrics.jsonl", "hydra", "run.json") if plan.role == "head" else ()
+        if plan.role == "head" and not claim.claim(plan.output_dir, plan.kind):
+            written += ("report.json", "report.html", "report.png")  # of whoever had the directory before
         set_aside([log_file(plan), *(plan.output_dir / name for name in written)])
         if plan.role == "head":  # for report.html: what differs from the recipe
             started = {"script": plan.script, "env_script": plan.env_script, "overrides": plan.overrides}
@@ -607,6 +645,7 @@ def main(arguments: list[str]) -> int:
         plan = make_plan(settings, args.script, args.env_script, args.overrides, os.environ)
         if args.check:
             plan = replace(plan, check=True, output_dir=plan.output_dir / "check")
+            plan = plan if plan.kind == claim.REHEARSAL else replace(plan, kind=claim.CHECK)
         if args.dry_run or switched_on("DRY_RUN"):
             show(plan)
             check_node(plan)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ascend_rl.settings import claim
 from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, switched_on
 
@@ -116,6 +117,7 @@ class Plan:
     output_dir: Path
     log_dir: Path  # of this node
     token: str
+    kind: str = claim.RUN  # of OUTPUT_DIR, see settings/claim.py
     check: bool = False  # run launch/check.py in place of the script
 
     def seconds(self, name: str) -> float:
@@ -428,7 +430,10 @@ def make_plan(
         interface = next((name for name, own in mine if own == address), "")
     token = read_token(environ, settings["CLUSTER_TOKEN_FILE"], needed=nnodes > 1)
     ray_port = number(settings, "RAY_PORT", 6379 if nnodes > 1 else free_port(), 1, 65534)
-    output_dir = settings["OUTPUT_DIR"] or ROOT / "outputs" / Path(script).stem.removeprefix("train_")
+    kind = claim.QUICKSTART if environ.get("RUN_KIND") == claim.QUICKSTART else claim.RUN
+    kind = claim.REHEARSAL if switched_on("SMOKE", environ) else kind
+    name = Path(script).stem.removeprefix("train_") + "_rehearsal" * (kind == claim.REHEARSAL)
+    output_dir = settings["OUTPUT_DIR"] or ROOT / "outputs" / name
     run = settings["RUN_NAME"] or Path(output_dir).name
     return Plan(
         script=script,
@@ -448,4 +453,5 @@ def make_plan(
         output_dir=Path(output_dir).absolute(),
         log_dir=Path(settings["LOG_DIR"] or ROOT / "logs" / run).absolute() / address,
         token=token,
+        kind=kind,
     )

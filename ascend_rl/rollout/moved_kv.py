@@ -308,8 +308,10 @@ def _locked(directory: Path) -> int:
     """The lock on a directory: on a file in it, as NFS locks no directory.
 
     Raises:
-        OSError: a process has it, or is just removing the directory.
+        OSError: a process has it, or is just removing the directory, or it is another user's.
     """
+    if os.lstat(directory).st_uid != os.geteuid():
+        raise PermissionError(f"{directory} belongs to another user")
     lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -42,7 +42,9 @@ export NNODES MASTER_ADDR
 if [ -z "${CLUSTER_TOKEN_FILE:-}" ]; then
     CLUSTER_TOKEN_FILE="${CLUSTER_TOKEN_DIR:-$HOME}/.ascend_rl-$SLURM_JOB_ID.token"
     trap 'rm -f "$CLUSTER_TOKEN_FILE"' EXIT
-    (umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$CLUSTER_TOKEN_FILE")
+    # One of this job may be left from before it was requeued; the token goes into no file or link of anybody else.
+    rm -f "$CLUSTER_TOKEN_FILE"
+    (umask 077; set -o noclobber; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$CLUSTER_TOKEN_FILE")
 fi
 export CLUSTER_TOKEN_FILE
 

@@ -18,6 +18,7 @@ import pytest
 from runs import BRIEF, PATIENCE_S, finish, launch, metrics, named, nothing_left_of, training
 
 from ascend_rl.launch.supervise import descendants
+from ascend_rl.settings.claim import QUICKSTART, claim
 
 pytestmark = [pytest.mark.timeout(2 * PATIENCE_S)]
 
@@ -31,6 +32,7 @@ def quickstart(root, tmp_path_factory, request):
     outputs, wanted = tmp_path_factory.mktemp("quickstart"), {item.name for item in request.session.items}
     evaluate = ["--evaluate"] * (test_its_model_is_exported_and_evaluated.__name__ in wanted)
     output = outputs / "run"
+    claim(output, QUICKSTART)
     for stale in ("checkpoints/global_step_9", "evaluation/9", "model/earlier"):
         (output / stale).mkdir(parents=True)
     with nothing_left_of(outputs):
