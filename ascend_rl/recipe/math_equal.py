@@ -941,7 +941,12 @@ def _same_number(one: Number, other: Number) -> bool:
         return equal_expressions(one.value, other.value) or _rounded(one, other) or _rounded(other, one)
     if other.percent:
         one, other = other, one
-    return equal_expressions(one.value, other.value) or equal_expressions(one.value / 100, other.value)
+    if other.unit:
+        return False
+    omitted = one.value.is_number and abs(one.value) > 1  # 25% may stand for 25, but 0.5% not for 1/2
+    return equal_expressions(one.value / 100, other.value) or (
+        omitted is sympy.true and equal_expressions(one.value, other.value)
+    )
 
 
 def _rounded(decimal: Number, exact: Number) -> bool:
