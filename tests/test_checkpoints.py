@@ -363,3 +363,70 @@ def test_states_of_random_numbers_are_those_of_this_layout(tmp_path, monkeypatch
         assert checkpoints.has_rng_states(str(tmp_path), mpu) is found
         said = "the checkpoint is of PP4 TP1, this run of PP2 TP1" in capsys.readouterr().out
         assert said == (rank == 0 and "4.1" in layouts)
+
+
+def test_a_save_of_the_same_step_begins_with_nothing_of_the_last_one(tmp_path):
+    for _ in range(2):
+        partial = Path(checkpoints.begin(str(tmp_path), 5))
+        assert not list(partial.iterdir())
+        (partial / "actor").mkdir()
+    save(tmp_path, 0)
+    checkpoints.begin(str(tmp_path), 0)
+    for suffix in (checkpoints.PARTIAL, checkpoints.REPLACED):
+        assert len(checkpoints.left_undone(tmp_path, suffix)) == 2 * (suffix == checkpoints.PARTIAL)
+    (tmp_path / "global_step_0.replaced/actor").mkdir(parents=True)
+    save(tmp_path, 0, content="n")  # in the way of the second rename
+    assert found(tmp_path) == (0, "nn") and not checkpoints.left_undone(tmp_path, checkpoints.REPLACED)
+
+
+@pytest.mark.parametrize(("world", "named"), [(9, "0, 1, 2, 3, 4, 5, 6, 7 of 9"), (10, "6, 7 ... of 10")])
+def test_missing_ranks_are_named_up_to_eight(tmp_path, world, named):
+    partial = Path(checkpoints.begin(str(tmp_path), 2))
+    (partial / "actor").mkdir()
+    (partial / f"actor/model_world_size_{world}_rank_{world - 1}.pt").touch()
+    with pytest.raises(checkpoints.IncompleteCheckpoint, match=f"{named} is missing"):
+        checkpoints.commit(str(partial))
+
+
+def test_what_cannot_be_deleted_ends_no_save_and_no_start(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    checkpoints.begin(str(tmp_path), 1)
+    (tmp_path / "global_step_1.replaced").mkdir()
+
+    def rmdir(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    save(tmp_path, 3, 1)
+    assert found(tmp_path)[0] == 3
+
+
+def test_data_is_on_the_disk_before_a_name_says_so(tmp_path, monkeypatch):
+    """In order: the files, the rename and its directory, the tracker's content, its rename, its directory."""
+    save(tmp_path, 1)
+    partial = Path(checkpoints.begin(str(tmp_path), 2))
+    for name in ("actor/model_world_size_1_rank_0.pt", "data.pt", "actor/huggingface/config.json"):
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        (partial / name).write_text("x")
+    events = []
+    for name, call in ((name, getattr(os, name)) for name in ("fsync", "rename", "replace")):
+
+        def noted(what, *more, name=name, call=call):
+            path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+            content = Path(path).read_text() if Path(path).is_file() else None
+            events.append((name, os.path.relpath(path, tmp_path), content))
+            return call(what, *more)
+
+        monkeypatch.setattr(os, name, noted)
+    checkpoints.commit(str(partial))
+    inside = "global_step_2.partial"
+    files = {f"{inside}/{path}" for path in ("actor/model_world_size_1_rank_0.pt", "data.pt")}
+    assert {path for _, path, _ in events[:3]} == files | {f"{inside}/actor/huggingface/config.json"}
+    assert events[3:] == [
+        ("rename", inside, None),
+        ("fsync", ".", None),
+        ("fsync", f"{checkpoints.TRACKER}.new", "2"),
+        ("replace", f"{checkpoints.TRACKER}.new", "2"),
+        ("fsync", ".", None),
+    ]

@@ -38,7 +38,8 @@ class Module(ExtraState, torch.nn.Module):
         ub_name=None,
     ):
         super().__init__()
-        assert not bias and not return_bias and not fuse_wgrad_accumulation, "no Qwen3 has it"
+        assert not return_bias and not fuse_wgrad_accumulation, "no Qwen has it"
+        assert not bias or parallel_mode == "column", "Qwen2 has it at query, key and value alone"
         self.fp8_meta = {"fp8_checkpoint": False}
         self.use_bias, self.tp_size, self.parallel_mode = bias, tp_size, parallel_mode
         self.sequence_parallel = sequence_parallel and tp_size > 1
@@ -56,6 +57,12 @@ class Module(ExtraState, torch.nn.Module):
             init_method(weight)
         self.register_parameter(name, weight)
 
+    def _bias(self) -> None:
+        bias = torch.nn.Parameter(torch.zeros(self.out_features, **self._new)) if self.use_bias else None
+        if bias is not None:
+            bias.tensor_model_parallel, bias.partition_dim, bias.partition_stride = True, 0, 1
+        self.register_parameter("bias", bias)
+
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         pass
 
@@ -69,8 +76,8 @@ class Module(ExtraState, torch.nn.Module):
                 if self.sequence_parallel
                 else mappings.copy_to_tensor_model_parallel_region
             )
-            return linear(enter(x), self.weight)
-        y = linear(x, self.weight)
+            return linear(enter(x), self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
         if self.tp_size > 1 and self.parallel_mode == "row":
             leave = (
                 mappings.reduce_scatter_to_sequence_parallel_region
@@ -85,6 +92,7 @@ class Linear(Module):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._weight("weight")
+        self._bias()
 
     def forward(self, x, is_first_microbatch=None):
         return self._multiply(x)
@@ -108,6 +116,7 @@ class LayerNormLinear(Module):
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, **self._new))
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
         self._weight("weight")
+        self._bias()
 
     def forward(self, x, is_first_microbatch=None):
         return self._multiply(rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.eps))
