@@ -669,6 +669,17 @@ def test_what_is_no_bash_script_is_refused(name, text, tmp_path):
     assert (found.severity, found.check) == ("error", "script.not_bash")
 
 
+def test_a_placeholder_is_said_once_and_is_given(started):
+    """Hydra cannot read <...>; a rule that asks for the path must not call it unset."""
+    where = "actor_rollout_ref.actor.megatron.dist_checkpointing_path"
+    more = ["actor_rollout_ref.actor.megatron.use_dist_checkpointing=True", f"'{where}=<path to weights>'"]
+    found = started("python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer", *more)
+    about = [f.check for f in found if f.severity == "error" and f.where == where]
+    assert about == ["script.placeholder"]
+    found = started("python3 -m verl.trainer.main_ppo", "'trainer.<x=<y>'")
+    assert "config.syntax" in checks(found, "error")
+
+
 def test_a_process_may_be_ended_by_its_parent(started):
     assert "script.kill_by_name" not in checks(started("pkill -P $pid\npython3 -m verl.trainer.main_ppo"))
     assert "script.kill_by_name" in checks(started("pkill -9 -f ray\npython3 -m verl.trainer.main_ppo"))
