@@ -6,8 +6,10 @@ and to connect to a port.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -223,6 +225,65 @@ def test_background_jobs_do_not_outlive_the_run(room):
 def test_output_is_bounded(room, monkeypatch):
     monkeypatch.setattr(dry_run, "TIMEOUT_S", 1)
     assert len(tried("while :; do echo 0123456789 >&2; done").errors) <= 2000
+
+
+def decided(machine: str, number: int, first: int = 0, second: int = 0, third: int = 0) -> int:
+    """What the filter of a machine says to a system call, by the rules of BPF."""
+    data = struct.pack("=iIQ6Q", number, confine.ARCH[machine][1], 0, first, second, third, 0, 0, 0)
+    program = list(struct.iter_unpack("=HBBI", confine._program(machine)))
+    at = value = 0
+    while True:
+        code, yes, no, k = program[at]
+        at += 1
+        if code == 0x20:
+            value = struct.unpack_from("=I", data, k)[0]
+        elif code == 0x06:
+            return k
+        else:
+            taken = {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[code]
+            at += yes if taken else no
+
+
+@pytest.mark.parametrize("machine", confine.ARCH)
+def test_the_filter_of_each_machine(machine):
+    """Here only one of them runs."""
+    column = confine.ARCH[machine][0]
+    judged = (confine.EXECVE, confine.EXECVEAT, confine.CREAT, confine.UNLINK, confine.UNLINKAT)
+    expected = dict.fromkeys(judged, confine.NOTIFY) | dict.fromkeys(confine.NOTHING, confine.ERRNO)
+    expected |= dict.fromkeys(confine.REFUSED, confine.ERRNO | errno.EPERM)
+    numbers = {call[column]: value for call, value in expected.items() if call[column] is not None}
+    opens = [confine.OPENAT, *([confine.OPEN] if confine.OPEN[column] is not None else [])]
+    others = {call[column] for call in (*opens, confine.SOCKET)}
+    for number in range(460):
+        if number not in others:
+            assert decided(machine, number) == numbers.get(number, confine.ALLOW), number
+    for call in opens:
+        for flags in (
+            os.O_RDONLY,
+            os.O_WRONLY,
+            os.O_RDWR,
+            os.O_CREAT,
+            os.O_TRUNC | os.O_CLOEXEC,
+            os.O_CLOEXEC,
+        ):
+            args = (0, 0, flags) if call is confine.OPENAT else (0, flags, 0)
+            writes = bool(flags & ~os.O_CLOEXEC)
+            assert decided(machine, call[column], *args) == (confine.NOTIFY if writes else confine.ALLOW)
+    allowed = {
+        family for family in range(50) if decided(machine, confine.SOCKET[column], family) == confine.ALLOW
+    }
+    assert allowed == {socket.AF_NETLINK}
+
+
+@pytest.mark.parametrize("command", ["bash ray_start_npu.sh --dry-run", "python -m ascend_rl.preflight.lint"])
+def test_the_commands_start_nothing_either(command, room):
+    """Nor is anything lost: the key that verl does not have is found."""
+    Path("train.sh").write_text(f"{room}/bin/python3 {TRAIN}\n")
+    words = [*command.replace("python", sys.executable).split(), f"{room}/train.sh"]
+    environment = os.environ | {"OUTPUT_DIR": f"{room}/out"}
+    root = Path(confine.__file__).resolve().parents[2]
+    run = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 1 and "the patched verl has no such key" in run.stdout + run.stderr
 
 
 def test_a_machine_that_cannot_confine_runs_nothing(room, monkeypatch, tmp_path_factory):

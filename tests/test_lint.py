@@ -704,6 +704,23 @@ def test_a_module_of_another_project_is_a_warning(module, started):
     assert "script.foreign_module" in checks(found, "warning")
 
 
+@pytest.mark.parametrize("package", ["recipe", "verl.experimental"])
+def test_another_trainer_may_mean_other_things(package, started):
+    """The asynchronous one takes no batch of prompts; a recipe registers estimators of its own."""
+    given = (
+        "data.train_batch_size=0",
+        "algorithm.adv_estimator=mine",
+        "rollout.nnodes=1",
+        "trainer.save_freq=",
+    )
+    start = f"python3 -m {package}.fully_async_policy.fully_async_main"
+    found = [finding for finding in started(start, *given) if finding.severity == "error"]
+    unknown = ["script.unknown_module"] * (package == "recipe")  # it is verl's own since 0.7
+    assert [finding.check for finding in found] == [*unknown, "config.empty_value"]
+    for finding in found[: len(unknown)]:
+        assert finding.fix == "start verl.experimental.fully_async_policy.fully_async_main"
+
+
 def test_a_configuration_that_is_elsewhere_is_said_in_a_line(started):
     start = 'python3 -m verl.trainer.main_ppo --config-path="/elsewhere/config" --config-name=turns'
     given = ("actor_rollout_ref.actor.ppo_mini_batch_size=2048", "agent.turns=4", "trainer.save_freq=")
@@ -779,6 +796,17 @@ def test_what_is_no_bash_script_is_refused(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     (found,) = linter.lint(tmp_path / name)
     assert (found.severity, found.check) == ("error", "script.not_bash")
+
+
+def test_a_placeholder_is_said_once_and_is_given(started):
+    """Hydra cannot read <...>; a rule that asks for the path must not call it unset."""
+    where = "actor_rollout_ref.actor.megatron.dist_checkpointing_path"
+    more = ["actor_rollout_ref.actor.megatron.use_dist_checkpointing=True", f"'{where}=<path to weights>'"]
+    found = started("python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer", *more)
+    about = [f.check for f in found if f.severity == "error" and f.where == where]
+    assert about == ["script.placeholder"]
+    found = started("python3 -m verl.trainer.main_ppo", "'trainer.<x=<y>'")
+    assert "config.syntax" in checks(found, "error")
 
 
 def test_a_process_may_be_ended_by_its_parent(started):

@@ -37,7 +37,7 @@ from ascend_rl.preflight import (  # noqa: F401  (they fill RULES)
 from ascend_rl.preflight.dry_run import OTHER_TASK, Run, dry_run
 from ascend_rl.preflight.findings import READABLE, Finding, as_json, corrections, ordered, render
 from ascend_rl.preflight.lint_setup import RULES, Setup
-from ascend_rl.preflight.verl_config import Resolved, module_file, resolve, split_arguments, version
+from ascend_rl.preflight.verl_config import Resolved, module_file, package, resolve, split_arguments, version
 
 
 def _not_reached(run: Run) -> Finding:
@@ -77,6 +77,11 @@ def _roots(run: Run) -> list[Path]:
     return [Path(run.cwd, place) for place in dict.fromkeys(places)]
 
 
+def _folder(module: str) -> Path:
+    """The folder of a module of verl."""
+    return package().parent.joinpath(*module.split(".")[:-1])
+
+
 def _foreign(run: Run) -> tuple[Finding, str, bool] | None:
     """(finding, the module to check it as, whether its configuration is unknown) of a module not in verl."""
     if module_file(run.module, _roots(run)).is_file():
@@ -90,9 +95,15 @@ def _foreign(run: Run) -> tuple[Finding, str, bool] | None:
             main,
             False,
         )
+    if run.module.startswith("verl.experimental.") and _folder(run.module).is_dir():
+        why = f"verl's wheel leaves this module out: checked as {main}, without what its configuration sets"
+        fix = "take verl from git (docs/patching.md), or check it where it is"
+        return Finding("warning", "script.foreign_module", run.module, why, fix), main, True
     if run.module.startswith(("recipe.", "verl.")):
         name = recipe if recipe.startswith("recipe.") else run.module
+        moved = f"verl.experimental.{run.module.partition('.')[2]}"
         fix = f"start {main}, or run it from the checkout that has it"
+        fix = f"start {moved}" if _folder(moved).is_dir() else fix
         return (
             Finding("error", "script.unknown_module", run.module, f"{name} is not in {verl}", fix),
             main,
@@ -148,6 +159,7 @@ def _roll(run: Run) -> list[Finding]:
 
 OTHER_FILES = (".md", ".rst", ".txt", ".py", ".ipynb", ".yaml", ".yml", ".json", ".toml", ".parquet")
 ALWAYS = ("script.", "env.", "config.")  # rules about what is written
+OF_ANY_TRAINER = (*ALWAYS, "options.", "paths.")  # and what no trainer but verl's own may mean otherwise
 SUPERVISED = re.compile(r"verl\.trainer\.(fsdp_)?sft_trainer(_ray)?\b")
 
 
@@ -204,6 +216,7 @@ def lint(
         findings += resolved.findings
         if resolved.config and "actor_rollout_ref" not in resolved.config:
             return [_other_task(run.module)]
+    own = run.module.startswith(("verl.trainer.", "recipe.dapo."))
     kind = _Given if resolved.partial else Setup
     setup = kind(run, resolved, scripts, extra=len(overrides), here=here)
     unknown = not all(
@@ -214,7 +227,7 @@ def lint(
             seen = (
                 kind(run, resolved, scripts, extra=len(overrides), here=here) if resolved.partial else setup
             )
-            found = rule(seen)
+            found = rule(seen) if own or rule.id.startswith(OF_ANY_TRAINER) else []
             findings += found if not resolved.partial or rule.id.startswith(ALWAYS) or seen.answers() else []
     return ordered(findings)
 

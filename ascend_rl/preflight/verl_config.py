@@ -18,6 +18,7 @@ import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
+import json
 import pickle
 import re
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from ascend_rl.preflight.findings import Finding
+
+PLACEHOLDER = re.compile(r"<[^<>=]+>")  # /data/<MODEL>, which is no value for Hydra
 
 
 @dataclass
@@ -245,6 +248,16 @@ def _parsed(word: str) -> Any:
     return OverridesParser.create().parse_override(word)
 
 
+def _with_placeholder(word: str) -> Any:
+    """The override if its value is <something>, which Hydra cannot read; script.placeholder reports it."""
+    from hydra.errors import HydraException
+
+    key, _, value = word.partition("=")
+    with contextlib.suppress(HydraException):
+        return _parsed(f"{key}={json.dumps(value)}") if PLACEHOLDER.search(value) else None
+    return None
+
+
 def _parse(words: Sequence[str], directory: Path, resolved: Resolved) -> tuple[list[Any], list[str]]:
     """Parsed overrides, and those that choose a config group; fills `given` and `findings`."""
     from hydra.errors import HydraException
@@ -254,9 +267,12 @@ def _parse(words: Sequence[str], directory: Path, resolved: Resolved) -> tuple[l
         try:
             override = _parsed(word)
         except HydraException as error:
-            fix = "write key=value in one word; quote the whole word if the value has spaces or commas"
-            resolved.findings.append(_error("syntax", word[:80], str(error).strip().splitlines()[0], fix))
-            continue
+            override = _with_placeholder(word)
+            if override is None:
+                why = str(error).strip().splitlines()[0]
+                fix = "write key=value in one word; quote the whole word if the value has spaces or commas"
+                resolved.findings.append(_error("syntax", word[:80], why, fix))
+                continue
         key = override.key_or_group
         if "@" in override.get_key_element() or (directory / key).is_dir():
             groups.append(word)
