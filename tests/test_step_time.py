@@ -203,6 +203,14 @@ def test_what_the_linter_refuses_is_not_recommended():
     assert OLD not in recommended("grpo_qwen3_32b_32die_true_weight", epochs)
 
 
+def test_what_works_is_recommended():
+    """Moves between the engines of 235B; drafts in every recipe; npugraph_ex for dense models."""
+    moves = "ROLLOUT_REBALANCE_ENABLE=1, with smaller graphs"
+    assert {moves, "ENABLE_SAM=1", "USE_HDP=1"} <= recommended("grpo_qwen3_235b_128die_true_weight")
+    dense = recommended("grpo_qwen3_32b_32die_true_weight")
+    assert {"ENABLE_SAM=1", "ENABLE_NPUGRAPH_EX=1", OLD} <= dense and "USE_HDP=1" in dense
+
+
 def test_what_a_script_does_not_read_is_not_recommended(capsys, monkeypatch, tmp_path):
     """The configuration of a recipe in a script of one's own, which reads no variable."""
     monkeypatch.chdir(ROOT)

@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import yaml
@@ -246,7 +247,8 @@ def switched(name: str, recipe: Path, env: Path | None, overrides: Sequence[str]
     variables = dict(word.split("=", 1) for word in words if word[0].isupper())
     keys = [f"actor_rollout_ref.{word}" for word in words if not word[0].isupper()]
     run = dry_run.dry_run(recipe, env, [*overrides, *keys], os.environ | variables)
-    return Setup(run, verl_config.resolve(run.module, run.args), {})
+    with mock.patch.dict(os.environ, run.env):  # for ${oc.env:...}
+        return Setup(run, verl_config.resolve(run.module, run.args), {})
 
 
 def objections(s: Setup) -> set[tuple[str, str]]:
