@@ -60,7 +60,7 @@ done
 set -eu
 use_python
 . "$ROOT/internal/smoke_env.sh"
-if [ "${SMOKE:-0}" = 1 ]; then smoke_environment "$@"; fi
+if [[ "${SMOKE:-0}" =~ ^(1|[Tt]rue|TRUE)$ ]]; then smoke_environment "$@"; fi
 
 # In long-lived actors glibc's malloc fragments memory and keeps it; jemalloc returns it.
 for file in /usr/local/lib/libjemalloc.so.2 /usr/lib/*-linux-gnu/libjemalloc.so.2 /usr/lib64/libjemalloc.so.2; do

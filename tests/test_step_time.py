@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,3 +173,64 @@ def test_what_is_not_modelled_is_refused(capsys):
     with pytest.raises(SystemExit):
         step_time.main([])
     assert "give a training script" in capsys.readouterr().err
+
+
+def scripts(recipe: str) -> tuple[Path, Path]:
+    kind = next(kind for kind in ("qwen3_235b", "qwen3_32b", "qwen3_30b_a3b") if f"_{kind}_" in recipe)
+    return ROOT / f"internal/train_{recipe}.sh", ROOT / f"internal/{kind}_env.sh"
+
+
+def recommended(recipe: str, *overrides: str) -> set[str]:
+    """The names that `gains` predicts for a recipe."""
+    given = (*scripts(recipe), overrides)
+    step, works = step_time.step_of(step_time.switched("", *given)), step_time.usable(*given)
+    return {name for name, could, _ in step_time.SWITCHES if could(step) and works(name)}
+
+
+OLD = "actor.recompute_old_log_prob=False"
+
+
+def test_what_the_linter_refuses_is_not_recommended():
+    """Old log-probs are needed by several updates, by DAPO's correction and by engine workers."""
+    for recipe, fits in (
+        ("gspo_qwen3_235b_128die_true_weight", False),
+        ("dapo_qwen3_32b_32die_true_weight", False),
+        ("gspo_qwen3_30b_a3b_16die_true_weight", False),
+        ("grpo_qwen3_32b_32die_true_weight", True),
+    ):
+        assert (OLD in recommended(recipe)) == fits, recipe
+    epochs = "actor_rollout_ref.actor.ppo_epochs=2"
+    assert OLD not in recommended("grpo_qwen3_32b_32die_true_weight", epochs)
+
+
+def test_what_works_is_recommended():
+    """Moves between the engines of 235B; drafts in every recipe; npugraph_ex for dense models."""
+    moves = "ROLLOUT_REBALANCE_ENABLE=1, with smaller graphs"
+    assert {moves, "ENABLE_SAM=1", "USE_HDP=1"} <= recommended("grpo_qwen3_235b_128die_true_weight")
+    dense = recommended("grpo_qwen3_32b_32die_true_weight")
+    assert {"ENABLE_SAM=1", "ENABLE_NPUGRAPH_EX=1", OLD} <= dense and "USE_HDP=1" in dense
+
+
+def test_what_a_script_does_not_read_is_not_recommended(capsys, monkeypatch, tmp_path):
+    """The configuration of a recipe in a script of one's own, which reads no variable."""
+    monkeypatch.chdir(ROOT)
+    args = setup("grpo_qwen3_235b_128die_true_weight").run.args
+    script = tmp_path / "train.sh"
+    script.write_text(f'python3 -m verl.trainer.main_ppo {shlex.join(args)} "$@"\n')
+    saves = set(told(capsys, str(script), "internal/qwen3_235b_env.sh")["saves"])
+    assert not {name for name in saves if name.startswith("ENABLE_")}
+    assert {"ROLLOUT_DISABLE_GC=1 CORE_BINDING=1", "USE_HDP=1"} <= saves  # processes of the run read these
+
+
+RECIPES = sorted(path.stem[6:] for path in (ROOT / "internal").glob("train_*_*die_*.sh"))
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if "64die" not in name and "2_5" not in name])
+def test_every_recommended_switch_changes_the_run_and_is_not_refused(recipe):
+    script, env = scripts(recipe)
+    plain = step_time.switched("", script, env, [])
+    before = step_time.objections(plain)
+    for name in recommended(recipe) - {"smaller graphs"}:
+        s = step_time.switched(name, script, env, [])
+        assert step_time.objections(s) <= before, name
+        assert s.config != plain.config or s.env != plain.env, name

@@ -6,7 +6,9 @@ of these sizes, and its gain the difference of two predictions on the same lengt
 docs/step_time.md, a table of all published times next to what is predicted for them
 (``--published``; ascend_rl/preflight/published_times.py).
 
-Cost: a dry run, and about 0.3 s for each prediction.
+A switch is listed only where the linter, asked about the recipe with it on, has nothing against it.
+
+Cost: a dry run and about 0.4 s for each switch, and as much for the recipe.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import yaml
@@ -26,9 +29,9 @@ from ascend_rl.planning import rollout_time, training_time
 from ascend_rl.planning.layouts import Training
 from ascend_rl.planning.rollout_time import Decoder, Engines, RolloutTime, draw_lengths
 from ascend_rl.planning.training_time import Trained
-from ascend_rl.preflight import dry_run, verl_config
+from ascend_rl.preflight import dry_run, lint_options, lint_sizes, lint_values, verl_config  # noqa: F401
 from ascend_rl.preflight.lint_engines import plan_of
-from ascend_rl.preflight.lint_setup import ACTOR, ROLLOUT, VLLM, Setup
+from ascend_rl.preflight.lint_setup import ACTOR, ROLLOUT, RULES, VLLM, Setup
 from ascend_rl.settings.model import Model
 from ascend_rl.settings.numbers import real
 from ascend_rl.settings.switch import CannotWork
@@ -40,6 +43,7 @@ MEDIAN, BETWEEN, WITHIN = 5980.0, 0.59, 0.256
 PROMPT = 73.7  # tokens on average, published
 TOKENS_A_STEP = 1.3  # with SAM: GSM8K at 32k in docs/sam_decoding.md
 SEEDS = 2
+WITHOUT_EFFECT = ("options.idle", "parallel.rollout_servers")  # warnings that a switch does nothing
 
 
 @dataclass(frozen=True)
@@ -237,10 +241,41 @@ SWITCHES: tuple[tuple[str, Callable[[Step], bool], Callable[[Step], Step]], ...]
 )
 
 
-def gains(step: Step, median: float = MEDIAN) -> list[tuple[str, float]]:
-    """(switch, seconds it saves alone), the largest first."""
+def switched(name: str, recipe: Path, env: Path | None, overrides: Sequence[str]) -> Setup:
+    """The recipe with the switch of SWITCHES on, nothing started; as it is where the name sets nothing."""
+    words = [word.rstrip(",") for word in name.split() if "=" in word]
+    variables = dict(word.split("=", 1) for word in words if word[0].isupper())
+    keys = [f"actor_rollout_ref.{word}" for word in words if not word[0].isupper()]
+    run = dry_run.dry_run(recipe, env, [*overrides, *keys], os.environ | variables)
+    with mock.patch.dict(os.environ, run.env):  # for ${oc.env:...}
+        return Setup(run, verl_config.resolve(run.module, run.args), {})
+
+
+def objections(s: Setup) -> set[tuple[str, str]]:
+    """What the linter has against a run: errors, and switches that do nothing in it."""
+    found = [finding for rule in RULES for finding in rule(s)] if s.config else []
+    unfit = [one for one in found if one.severity == "error" or one.check in WITHOUT_EFFECT]
+    return {(one.check, one.where) for one in unfit}
+
+
+def usable(recipe: Path, env: Path | None, overrides: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a switch of SWITCHES works in a recipe, by the linter's rules, which know the switch on."""
+    plain = switched("", recipe, env, overrides)
+    before = objections(plain)
+
+    def works(name: str) -> bool:
+        s = switched(name, recipe, env, overrides)
+        return bool(s.run.module) and objections(s) <= before
+
+    return works
+
+
+def gains(
+    step: Step, median: float = MEDIAN, works: Callable[[str], bool] = lambda name: True
+) -> list[tuple[str, float]]:
+    """(switch, seconds it saves alone) of those that work in the recipe, the largest first."""
     before = predict(step, median).seconds
-    changed = [(name, change(step)) for name, could, change in SWITCHES if could(step)]
+    changed = [(name, change(step)) for name, could, change in SWITCHES if could(step) and works(name)]
     saved = [(name, before - predict(one, median).seconds) for name, one in changed]
     return sorted(saved, key=lambda pair: -pair[1])
 
@@ -343,7 +378,8 @@ Starts nothing and writes nothing but the prediction. See docs/step_time.md.""",
         if not run.module.startswith("verl"):
             raise CannotWork(f"{arguments.recipe} starts no training of verl")
         step = step_of(Setup(run, verl_config.resolve(run.module, run.args), {}))
-        found, saved = predict(step, arguments.median), gains(step, arguments.median)
+        works = usable(Path(arguments.recipe), env, arguments.overrides)
+        found, saved = predict(step, arguments.median), gains(step, arguments.median, works)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     if arguments.json:
