@@ -151,6 +151,9 @@ Writes nothing but the plan.""",
     return parser
 
 
+MOST_DIES = 100_000  # of any cluster; the time for suggestions grows with them
+
+
 def _fsdp_layout(arguments: argparse.Namespace, tokens: int) -> Fsdp:
     if arguments.optimizer == "swap":
         raise CannotWork("--optimizer swap is MindSpeed's: FSDP has offload and resident")
@@ -175,6 +178,8 @@ def _layouts(arguments: argparse.Namespace) -> tuple[Training | Fsdp, Rollout]:
     sequence, split = arguments.prompt + arguments.response, arguments.cp or 1
     if arguments.fsdp:
         split = arguments.sp or 1
+    if arguments.dies > MOST_DIES:
+        raise CannotWork(f"--dies {arguments.dies}: give {MOST_DIES} or fewer")
     if min(sequence, split, arguments.dies) < 1:
         raise CannotWork("--dies, --cp, --sp and --prompt + --response must be at least 1")
     tokens = arguments.max_token_len_per_gpu or math.ceil(sequence / split)
