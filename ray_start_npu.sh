@@ -48,6 +48,7 @@
 #   SMOKE=1              rehearse TRAIN_SCRIPT on a tiny model, on this node, without NPUs (docs/rehearsal.md)
 #
 # Ctrl-C stops the run on all nodes. Only processes started by this script are stopped.
+trap 'exit 130' INT # whatever a Python that it reaches says
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
@@ -71,4 +72,7 @@ done
 # Ray and HCCL open thousands of sockets.
 [ "$(ulimit -n)" = unlimited ] || [ "$(ulimit -n)" -ge 65536 ] || ulimit -Sn 65536 2>/dev/null || true
 
-exec python -m ascend_rl.launch.launch "$@"
+# A Ctrl-C while Python imports waits until the launcher can answer it.
+wait=(env --block-signal=INT)
+"${wait[@]}" true 2>/dev/null || wait=()
+exec "${wait[@]}" python -m ascend_rl.launch.launch "$@"

@@ -88,7 +88,7 @@ if [ -n "${found[*]}" ]; then
     wanted=()
     [ -n "$DEVICES" ] || wanted=("${found[@]}")
     for part in ${DEVICES//,/ }; do
-        [[ "$part" =~ ^([0-9]+)(-([0-9]+))?$ ]] || die "--devices is a list like 0-7 or 0,2,4; '$part' is not"
+        [[ "$part" =~ ^([0-9]{1,4})(-([0-9]{1,4}))?$ ]] || die "--devices is a list like 0-7 or 0,2,4; '$part' is not"
         mapfile -t -O ${#wanted[@]} wanted < <(seq "${BASH_REMATCH[1]}" "${BASH_REMATCH[3]:-${BASH_REMATCH[1]}}")
     done
     [ ${#wanted[@]} -gt 0 ] || die "--devices '$DEVICES' selects no NPU"

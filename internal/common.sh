@@ -31,7 +31,8 @@ usage() {
 
 # importable MODULE...: whether Python can find all of them, without importing any.
 importable() {
-    python -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' "$@"
+    python -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' "$@" \
+        2>/dev/null # of a Ctrl-C, or a parent package that cannot be imported
 }
 
 # index_of_pip PYTHON: let uv, which reads no setting of pip's, take packages from where this Python's pip takes them.

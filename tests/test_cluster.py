@@ -77,6 +77,7 @@ def test_a_job_of_slurm(hosts, tmp_path):
     result = subprocess.run(command, cwd=tmp_path, env=environ, text=True, capture_output=True)
     text = result.stdout + result.stderr
     assert result.returncode == 7, text
+    assert "srun --kill-on-bad-exit=0\n" in text and "srun --wait=0\n" in text  # the head ends the run
     assert "srun --ntasks-per-node=1\n" in text and "srun --container-image=it\n" in text
     assert "Ray has 4 of 4 NPUs" in text and "token 600\nTRAINED on 2 nodes, a b=1\n" in text
     assert not list(home.iterdir())
@@ -99,6 +100,7 @@ def test_the_manifest_is_valid_and_agrees_with_itself():
     settings, spec = config["data"], job["spec"]
     pod = spec["template"]["spec"]
     container = pod["containers"][0]
+    assert container["imagePullPolicy"] == "IfNotPresent"  # it is built here, and in no registry
     assert int(settings["NNODES"]) == spec["completions"] == spec["parallelism"]
     assert settings["NPUS_PER_NODE"] == container["resources"]["limits"]["huawei.com/Ascend910"]
     assert pod["subdomain"] == service["metadata"]["name"]

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -195,7 +196,11 @@ def test_one_node_keeps_to_itself(tmp_path):
     made = plan(tmp_path, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "nowhere"}, NODE)
     assert (made.role, made.address, made.head, made.nnodes) == ("head", "127.0.0.1", "127.0.0.1", 1)
     assert made.token == TOKEN
-    assert not {"HCCL_IF_IP", "GLOO_SOCKET_IFNAME", "MASTER_ADDR"} & made.environment().keys()
+    variables = made.environment()
+    assert {variables[f"{name}_SOCKET_IFNAME"] for name in ("HCCL", "GLOO", "TP")} == {"lo"}
+    assert variables["HCCL_IF_IP"] == variables["VLLM_HOST_IP"] == "127.0.0.1"
+    assert variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0" and "MASTER_ADDR" not in variables
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in plan(tmp_path, NODES="10.0.0.1,10.0.0.2").environment()
 
 
 def test_what_the_user_set_is_kept(tmp_path, monkeypatch):
@@ -217,8 +222,8 @@ def test_the_dashboard_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"NNODES": "two"}, "NNODES must be a positive number, it is 'two'"),
-        ({"NPUS_PER_NODE": "0"}, "NPUS_PER_NODE must be a positive number"),
+        ({"NNODES": "two"}, "NNODES must be a number from 1 to 100000, it is 'two'"),
+        ({"NPUS_PER_NODE": "0"}, "NPUS_PER_NODE must be a number from 1 to 1024"),
         ({"NNODES": "2", "NODES": "10.0.0.1"}, "NNODES is 2, but NODES lists 1"),
         (
             {"NNODES": "1", "NODES": "10.0.0.1,10.0.0.2"},
@@ -454,6 +459,78 @@ def test_what_lies_in_a_shared_tmpdir_hangs_and_ends_nothing(how, root, tmp_path
                 assert (done.returncode, told) == (1, "no run on this node\n")
     victim.kill()
     victim.wait()
+
+
+# Input that cannot be: a sentence, no traceback, and nothing left running.
+
+
+def refused(root, *words, **variables) -> str:
+    """What the launcher says."""
+    command = ["bash", "ray_start_npu.sh", *map(str, words)]
+    environ = os.environ | {"SKIP_PREFLIGHT": "1"} | {name: str(value) for name, value in variables.items()}
+    done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.startswith("ERROR: ") and len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr
+
+
+def test_wrong_input_is_a_sentence(root, tmp_path):
+    (script := tmp_path / "train_it.sh").write_text(f"touch {tmp_path}/trained\n")
+    (foreign := tmp_path / "foreign").write_bytes("NODES=10.0.0.1  # \u5934\u8282\u70b9\n".encode("gb18030"))
+    foreign.chmod(0o600)
+    assert "is no text in UTF-8" in refused(root, "--cluster", foreign, script)
+    assert "is no text" in refused(root, script, NNODES=2, MASTER_ADDR="10.0.0.1", CLUSTER_TOKEN_FILE=foreign)
+    assert "is a directory" in refused(root, "--cluster", tmp_path, script).lower()
+    for name in ("NNODES", "NPUS_PER_NODE", "RAY_PORT", "RESTARTS"):
+        for value in (99999999999, "9" * 5000, "-1", "1e9", "\u0663"):
+            assert f"{name} must be" in refused(root, script, MASTER_ADDR="10.0.0.1", **{name: value})
+    for place in ("/dev/null/x", "/dev/null", "/proc/x", script):
+        for variables in ({"OUTPUT_DIR": place}, {"OUTPUT_DIR": tmp_path / "new", "LOG_DIR": place}):
+            said = refused(root, script, **variables)
+            assert str(place) in said and "set OUTPUT_DIR" in said
+    assert not (tmp_path / "trained").exists()
+
+
+def test_a_checkout_that_cannot_be_written(root, tmp_path):
+    """As another user's: OUTPUT_DIR and LOG_DIR have to be elsewhere."""
+    (script := tmp_path / "train_it.sh").touch()
+    close = f"mount --bind {root} {root}; mount -o remount,bind,ro {root}"
+    command = ["unshare", "-m", "bash", "-euc", f"{close}; exec bash ray_start_npu.sh {script}"]
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    environ = os.environ | {"SKIP_PREFLIGHT": "1"}
+    done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "cannot be written: Read-only file system; set OUTPUT_DIR and LOG_DIR" in done.stderr
+
+
+@pytest.mark.parametrize("after_s", [0.02, 0.1, 0.2, 0.4, 0.6, 0.9])
+def test_ctrl_c_in_the_first_second(after_s, root, tmp_path):
+    """At any moment of the start: to the process group, as a terminal does."""
+    (script := tmp_path / "train_it.sh").write_text("sleep 600\n")
+    environ = os.environ | {
+        "SKIP_PREFLIGHT": "1",
+        "OUTPUT_DIR": str(tmp_path / "out"),
+        "LOG_DIR": str(tmp_path),
+    }
+    environ["TMPDIR"] = str(tmp_path / "tmp")
+    (tmp_path / "tmp").mkdir()
+    command = ["bash", "ray_start_npu.sh", str(script)]
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(
+            command, cwd=root, env=environ, stdout=said, stderr=said, start_new_session=True
+        )
+        time.sleep(after_s)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(120) in (130, -signal.SIGINT)
+    assert "Traceback" not in (tmp_path / "said").read_text()
+    assert not list((tmp_path / "tmp").iterdir())
+    until = time.monotonic() + 60
+    with contextlib.suppress(ProcessLookupError):  # a child of bash may take a moment longer
+        while True:
+            os.killpg(process.pid, 0)
+            assert time.monotonic() < until
+            time.sleep(0.05)
 
 
 def test_a_port_to_be_served_later_is_none_that_a_connection_may_get_meanwhile():

@@ -144,13 +144,13 @@ class Hosts:
                 text=True,
             )
 
-    def launch(self, host: int, script: str = "", *flags: str, **variables) -> Launch:
-        """ray_start_npu.sh on a host; MASTER_ADDR is host 1 unless given."""
+    def launch(self, host: int, script: str = "", *flags: str, recipe: tuple = (), **variables) -> Launch:
+        """ray_start_npu.sh on a host, on a script or a recipe; MASTER_ADDR is host 1 unless given."""
         path = self.directory / f"train_{len(self.launches)}.sh"
         path.write_text(f"set -eu\n{script}\n")
         console = self.directory / f"console-{len(self.launches)}-host-{host}"
         variables = {"MASTER_ADDR": self.address(1), "NNODES": 2} | variables
-        command = ("bash", "ray_start_npu.sh", *flags, str(path))
+        command = ("bash", "ray_start_npu.sh", *flags, *(recipe or [str(path)]))
         process = self.inside(host, *command, console=console, **variables)
         self.launches.append(Launch(process, console))
         return self.launches[-1]
@@ -519,6 +519,9 @@ time.sleep(300)
 """
 
 
+LOOPBACK = {"127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"}
+
+
 def listening(text: str) -> dict[str, set[str]]:
     """Of `ss -Hltnp`: address without port -> names of the processes that listen there."""
     found: dict[str, set[str]] = {}
@@ -528,18 +531,42 @@ def listening(text: str) -> dict[str, set[str]]:
     return found
 
 
-def test_what_listens_where(hosts, tmp_path):
-    """One node: loopback alone, so no other host connects."""
+@pytest.mark.parametrize("default_route", [False, True])
+def test_what_listens_where(hosts, tmp_path, default_route):
+    """One node: loopback alone, so no other host connects, also where Ray finds a way to the network."""
     h = hosts(2)
+    if default_route:
+        sh(f"ip -n {h.tag}-1 route add default via {h.address(2)}")
     (tmp_path / "use.py").write_text(ACTOR)
     script = f"python {tmp_path}/use.py"
     single = h.launch(1, script, NNODES="", MASTER_ADDR="")
     single.until("TRAINING")
     found = listening(h.run(1, "ss", "-Hltnp")[1])
     assert set().union(*found.values()) >= {"gcs_server", "raylet"}
-    assert found.keys() <= {"127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"}, found
+    assert found.keys() <= LOOPBACK, found
     single.send(signal.SIGTERM)
     assert single.end()[0] == 143
+
+
+def test_what_a_training_listens_on(hosts, tmp_path, tiny):
+    """Two workers with a vLLM server each, from the first process to the last, with a default route."""
+    h = hosts(2)
+    sh(f"ip -n {h.tag}-1 route add default via {h.address(2)}")
+    places = dict.fromkeys(("NNODES", "MASTER_ADDR", "RAY_NUM_CPUS"), "")
+    run = h.launch(
+        1, script="", recipe=("internal/train_gspo_qwen3_tiny_cpu.sh", "internal/cpu_env.sh"),
+        NPUS_PER_NODE=2, STEPS=2, SKIP_REPORT=1, **places,
+    )  # fmt: skip
+    found: dict[str, set[str]] = {}
+    while run.process.poll() is None:
+        for address, names in listening(h.run(1, "ss", "-Hltnp")[1]).items():
+            found.setdefault(address, set()).update(names)
+        time.sleep(0.2)
+    assert run.end()[0] == 0, run.text()
+    seen = " ".join(set().union(*found.values()))
+    for name in ("gcs_server", "raylet", "ray::WorkerDict", "VLLM::EngineCor", "ray::vLLMHttp"):
+        assert name in seen, seen
+    assert found.keys() <= LOOPBACK, found
 
 
 # A second user.

@@ -5,6 +5,7 @@ Between hosts, with network faults: tests/test_launcher.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -205,12 +206,51 @@ def test_a_false_head_learns_nothing_and_is_not_believed():
     listener.close()
 
 
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b'{"proof": 1}\n', b"[]\n", b""])
-def test_noise_does_not_disturb_the_head(cluster, noise):
+NOISE = {
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "bytes": b"\xff\xfe\n",
+    "no proof": b'{"proof": 1}\n',
+    "no object": b"[]\n",
+    "nothing": b"",
+    "deep": b"[" * 200_000 + b"\n",
+    "deep object": b'{"a":' * 50_000 + b"\n",
+    "long": b'{"proof": "' + b"x" * 400_000 + b'"}\n',
+    "long number": b'{"proof": ' + b"9" * 100_000 + b"}\n",
+    "of other types": b'{"proof": {}, "challenge": [], "node": 3, "clock": "x"}\n',
+}
+
+
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
+def test_noise_does_not_disturb_the_head(cluster, noise, capsys):
+    """Before it is believed: the connection is closed, nothing is printed, and workers still join."""
     c = cluster(2)
-    with socket.create_connection(("127.0.0.1", c.port)) as stranger:
+    with socket.create_connection(("127.0.0.1", c.port), timeout=20) as stranger:
         stranger.sendall(noise)
+        stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):  # it left the rest unread
+            while stranger.recv(1 << 16):
+                pass
     assert c.join(c.worker("b"))[0] == ["a", "b"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_node_that_its_user_stops_ends_the_gathering(cluster, spares):
+    """Unless there are spare nodes, one of which may take its place."""
+    c = cluster(3)
+    c.head.spares = spares
+    w = c.worker("b")
+
+    def join() -> None:
+        with contextlib.suppress(RendezvousError):
+            w.join(10, print)
+
+    threading.Thread(target=join, daemon=True).start()
+    wait_for(c.head.present)
+    w.finish(143, "(stopped by SIGTERM)")
+    wanted = r"after 2 s 1 of 3" if spares else r"^node host-b \(b\) was stopped \(stopped by SIGTERM\)$"
+    with pytest.raises(RendezvousError, match=wanted):
+        c.head.gather([], 2, print)
 
 
 def test_a_deadline_without_a_head_says_what_answered():

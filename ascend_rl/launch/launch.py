@@ -611,6 +611,7 @@ def stop_by_signals() -> None:
     for number in numbers:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup(1) stays in force
             signal.signal(number, stopped)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # ray_start_npu.sh blocks SIGINT until here
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

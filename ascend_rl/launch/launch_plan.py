@@ -91,6 +91,7 @@ RAY_DEFAULTS = {
 AGENT_PORTS = ("dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
 SWITCHES = ("VERBOSE", "SKIP_PREFLIGHT", "SKIP_REPORT", "RESTART_SERVERS")
 SCHEDULERS = {"NNODES": "WORLD_SIZE", "RAY_PORT": "MASTER_PORT"}
+MOST_NODES, MOST_NPUS = 100_000, 1024
 TOKEN_LENGTH = 16
 ANYWHERE = "192.0.2.1"  # RFC 5737: nobody's address, so its route is the default route
 NEW_TOKEN = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > FILE)"
@@ -142,8 +143,11 @@ class Plan:
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }
         if self.nnodes == 1:
-            return fixed
-        fixed["MASTER_ADDR"] = self.head
+            # Ray's own switch for "no cluster": wherever there is a route to the network, it would replace
+            # 127.0.0.1 by the address there.
+            fixed["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        else:
+            fixed["MASTER_ADDR"] = self.head
         network = {
             name: self.interface
             for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -189,9 +193,11 @@ def read_cluster_file(path: Path) -> dict[str, str]:
         CannotWork: no such file, a line of another form, an unknown or repeated key.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise CannotWork(f"the cluster file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CannotWork(f"the cluster file {path} is no text in UTF-8: save it as such") from error
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         try:
@@ -233,7 +239,7 @@ def gather_settings(
 
 def number(settings: Mapping[str, str], name: str, default: int, low: int = 1, high: int = 1 << 31) -> int:
     text = settings[name] or str(default)
-    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+    if not text.isascii() or not text.isdigit() or len(text) > 12 or not low <= int(text) <= high:
         what = "a positive number" if (low, high) == (1, 1 << 31) else f"a number from {low} to {high}"
         raise CannotWork(f"{name} must be {what}, it is '{text}'")
     return int(text)
@@ -369,6 +375,8 @@ def read_token(environ: Mapping[str, str], file: str, needed: bool = True) -> st
                 f"CLUSTER_TOKEN_FILE {file} cannot be read: {error.strerror}; make one with: "
                 f"{NEW_TOKEN.replace('FILE', file)}"
             ) from error
+        except UnicodeDecodeError as error:
+            raise CannotWork(f"CLUSTER_TOKEN_FILE {file} is no text; make one with: {NEW_TOKEN}") from error
     if not token and not needed:
         return secrets.token_hex(32)
     if not token:
@@ -413,7 +421,7 @@ def make_plan(
         raise CannotWork(f"GAP_LIMIT must be a number such as 0.05, it is '{settings['GAP_LIMIT']}'")
     number(settings, "RESTARTS", 0, 0, 1000)
     listed = len(settings["NODES"].replace(",", " ").split())
-    nnodes = number(settings, "NNODES", listed or 1)
+    nnodes = number(settings, "NNODES", listed or 1, high=MOST_NODES)
     if 0 < listed < nnodes:
         raise CannotWork(f"NNODES is {nnodes}, but NODES lists {listed} addresses")
     if listed > nnodes == 1:
@@ -446,7 +454,7 @@ def make_plan(
         head=head,
         nnodes=nnodes,
         nodes=nodes,
-        npus=number(settings, "NPUS_PER_NODE", npus_here() or 1),
+        npus=number(settings, "NPUS_PER_NODE", npus_here() or 1, high=MOST_NPUS),
         ray_port=ray_port,
         launch_port=number(settings, "LAUNCH_PORT", ray_port + 1, 1, 65535),
         run=run,

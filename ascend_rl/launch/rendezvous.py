@@ -72,7 +72,7 @@ class Link:
             raise ConnectionError(f"no sign of life for {self.socket.gettimeout():g} s") from error
         except OSError as error:
             raise ConnectionError(f"the connection broke: {error.strerror or error}") from error
-        except ValueError:
+        except (ValueError, RecursionError):  # "[[[[..." is too deep for the parser
             message = line
         if not line:
             raise ConnectionError("the connection was closed")
@@ -145,6 +145,7 @@ class Head:
         self.spares = 0  # how many nodes more than nnodes may wait for the next start
         self.refused: dict[str, str] = {}  # why, by address
         self.complete = self.announced = False
+        self.stopped = ""  # which node its user has stopped while the others were waited for
         self.lock = threading.Lock()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.listener = socket.create_server((address, port), family=family, backlog=128)
@@ -206,6 +207,9 @@ class Head:
         return "".join(f"\n  {reason}" for reason in self.judge(node, ahead_s))
 
     def _forget_lost(self) -> None:
+        for node, link in self.nodes.values():
+            if link.ended and link.final and not self.complete:
+                self.stopped = f"node {node['name']} ({node['address']}) was stopped {link.ended[1]}".rstrip()
         self.nodes = {address: entry for address, entry in self.nodes.items() if not entry[1].over()}
 
     def present(self) -> list[dict]:
@@ -225,13 +229,16 @@ class Head:
             The addresses of those that go on, this node's first.
 
         Raises:
-            RendezvousError: the deadline passed; names who is missing.
+            RendezvousError: the deadline passed; names who is missing. Or a node was stopped by its user, and
+                none is spare.
         """
         began = reminded = time.monotonic()
         known = None
         while len(here := self.present()) + 1 < self.nnodes:
             now = time.monotonic()
             text = self._missing(here, expected)
+            if self.stopped and not self.spares:
+                raise RendezvousError(self.stopped)
             if now - began > deadline_s:
                 raise RendezvousError(f"after {deadline_s:g} s {text}")
             if (len(here), dict(self.refused)) != known or now - reminded > REMIND_S:

@@ -62,6 +62,9 @@ def compose(name: str, overrides: Sequence[str] = (), conf: Path = CONF, roll: P
     return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
 
 
+MOST_DEVICES = 100_000  # of any cluster
+
+
 def devices(mapping: str | None) -> list[int]:
     """The device numbers of a device_mapping: "list(range(0,4)) + [8]" -> [0, 1, 2, 3, 8]; None -> [].
 
@@ -74,7 +77,10 @@ def devices(mapping: str | None) -> list[int]:
             case ast.BinOp(left, ast.Add(), right):
                 return value(left) + value(right)
             case ast.Call(ast.Name("list"), [ast.Call(ast.Name("range"), arguments, [])], []):
-                return list(range(*map(ast.literal_eval, arguments)))
+                numbers = range(*map(ast.literal_eval, arguments))
+                if len(numbers) > MOST_DEVICES:
+                    raise CannotWork(f"{ast.unparse(node)!r} has more than {MOST_DEVICES} devices")
+                return list(numbers)
             case ast.List():
                 return [int(number) for number in ast.literal_eval(node)]
         raise CannotWork(f"{ast.unparse(node)!r} is not a list of devices")

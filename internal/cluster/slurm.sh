@@ -49,7 +49,9 @@ fi
 export CLUSTER_TOKEN_FILE
 
 read -ra more <<<"${SRUN_ARGS:-}"
-# The launchers end each other: --kill-on-bad-exit is for one that cannot.
+# The launchers end each other, and the head starts again without a node that is lost (RESTARTS): srun must not end all when
+# one ends. As it starts all at the same time, a node that is not there soon will not come.
+export NODES_DEADLINE_S="${NODES_DEADLINE_S:-300}"
 # shellcheck disable=SC2016
-srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 "${more[@]}" \
+srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 "${more[@]}" \
     bash -c 'RANK="$SLURM_NODEID" exec bash ray_start_npu.sh "$@"' bash "$@"
