@@ -33,7 +33,8 @@ SERVED = [
     {"logit_bias": {3: -math.inf}}, {"_all_stop_token_ids": {99}},
     {"min_tokens": 1, "_all_stop_token_ids": {0, 15}},
     {"bad_words": ["a"]}, {"_bad_words_token_ids": [[0, 15]]},
-    {"extra_args": {"a": np.zeros(1), "b": len}}, {"extra_args": {"sam_history": []}}, {"extra_args": {"sam_history": [(0, b"")]}},
+    {"extra_args": {"a": np.zeros(1), "b": len}}, {"extra_args": {"sam_history": []}},
+    {"extra_args": {"sam_history": [(0, b"")]}},
     {"extra_args": {"sam_history": [(2, bytes(4) + b"\x0f\0\0\0")]}},
 ]  # fmt: skip
 REFUSED = [
