@@ -76,6 +76,7 @@ class Proposer:
         texts = [np.concatenate([prompt, response]).astype(np.int32).tobytes() for response in responses]
         return SimpleNamespace(sampling_params=SimpleNamespace(
             frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_p=0.0, logit_bias=None,
+            bad_words_token_ids=None,
             min_tokens=0, max_tokens=1 << 30, extra_args={KEY: [(len(prompt), text) for text in texts]},
         ))  # fmt: skip
 

@@ -72,8 +72,9 @@ def saved(source: Depot, name="movable/x/0", weights=1, tokens=10) -> str:
 
 
 @pytest.fixture
-def depots(tmp_path):
+def depots(tmp_path, monkeypatch):
     """A source and a target of two workers each; at the end nothing is left of what the test did."""
+    monkeypatch.setattr(moved_kv, "PIECE_BYTES", 1000)  # a file has several, and a last one that is shorter
     depots = [Depot(tmp_path / "kv", name, MODEL, 2) for name in ("source", "target")]
     yield depots
     (tmp_path / "kv").mkdir(exist_ok=True)

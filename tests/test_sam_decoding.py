@@ -23,7 +23,8 @@ from ascend_rl.speculation.sam_options import BEYOND_BYTES, LEAST_BYTES, measure
 
 PLAIN = {
     "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0,
-    "logit_bias": None, "min_tokens": 0, "max_tokens": 10_000, "extra_args": None,
+    "logit_bias": None, "bad_words_token_ids": None, "min_tokens": 0, "max_tokens": 10_000,
+    "extra_args": None,
 }  # fmt: skip
 FREE = {"step_times": {"1": 1, "1000": 1}}  # drafts cost nothing
 DEAR = {"step_times": {"1": 1, "1000": 1000}}  # a token costs a token
@@ -96,7 +97,7 @@ def test_never_beyond_the_last_token(limit):
 
 @pytest.mark.parametrize("params", [
     {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}, {"repetition_penalty": 1.1}, {"min_p": 0.1},
-    {"logit_bias": {1: 1.0}}, {"min_tokens": 1000},
+    {"logit_bias": {1: 1.0}}, {"bad_words_token_ids": [[1]]}, {"min_tokens": 1000},
 ], ids=str)  # fmt: skip
 def test_no_drafts_where_they_cannot_be_verified(params):
     runner = Runner({"a": repeating(30)}, **params)

@@ -51,6 +51,7 @@ UNUSED_S = 24 * 3600  # after which the directory of a server of another host is
 TAKEN = "taken-"  # begins the names of directories that a target has taken
 ENDED = ".ended"  # a file beside the directories: the request ended before KV was asked for
 HEADER_BYTES = 512
+PIECE_BYTES = 1 << 18  # in a processor's cache
 PARAMETER = "moved_kv"  # in a request's kv_transfer_params
 
 
@@ -112,7 +113,8 @@ def read(path: Path, parts: Sequence[torch.Tensor], blocks: Sequence[int], skip:
     """
     import torch
 
-    words, header = _open(path)
+    words = np.fromfile(path, np.uint8)  # a page of a mapped file that is gone would end the process
+    header = json.loads(words[:HEADER_BYTES].tobytes())
     if header["layout"] != _layout(parts):
         raise ValueError(f"{path} holds KV of another layout than this engine's")
     for part, rows in _rows(parts, words[HEADER_BYTES:], header["blocks"]):
@@ -126,15 +128,14 @@ def checked(path: Path) -> dict[str, Any]:
         ValueError: if the file is damaged.
         OSError: if it cannot be read.
     """
-    words, header = _open(path)
-    if header["sum"] != _sum(words):
+    total, size, piece = 0, 0, np.empty(PIECE_BYTES, np.uint8)
+    with path.open("rb", buffering=0) as file:
+        header = json.loads(file.read(HEADER_BYTES))
+        while count := file.readinto(piece):
+            total, size = total + int(piece[:count].view(np.uint64).sum()), size + count
+    if header["sum"] != total % 2**64 ^ size:
         raise ValueError(f"{path} is damaged")
     return header
-
-
-def _open(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    words = np.fromfile(path, np.uint8)  # a page of a mapped file that is gone would end the process
-    return words, json.loads(words[:HEADER_BYTES].tobytes())
 
 
 def _sum(words: np.ndarray) -> int:

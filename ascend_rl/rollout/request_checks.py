@@ -65,7 +65,7 @@ def check_types(params: Any) -> None:
 def _other(value: Any) -> None:
     """Values for which vLLM has its own encoding, or its own refusal."""
     if type(value).__module__.partition(".")[0] not in ("numpy", "torch") and not callable(value):
-        raise TypeError(f"a {type(value).__name__} cannot be sent to the engine")
+        raise TypeError(f"{type(value).__name__} values cannot be sent to the engine")
 
 
 def check_history(texts: Any, vocabulary: int) -> None:
@@ -75,7 +75,7 @@ def check_history(texts: Any, vocabulary: int) -> None:
             tokens = np.frombuffer(text, dtype=np.int32)
             if not 0 <= prompt_tokens <= len(tokens):
                 raise ValueError(f"{prompt_tokens} prompt tokens of {len(tokens)}")
-            check_tokens("a text", (tokens.min(initial=0), tokens.max(initial=0)), vocabulary)
+            check_tokens("a text", (int(tokens.min(initial=0)), int(tokens.max(initial=0))), vocabulary)
     except (TypeError, ValueError) as error:
         form = "[(prompt tokens, int32 tokens as bytes)]"
         raise ValueError(f"extra_args: {HISTORY} is not {form}: {error}") from None

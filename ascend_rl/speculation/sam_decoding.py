@@ -76,8 +76,7 @@ def takes_drafts(params, output_tokens: int) -> bool:
         or params.repetition_penalty != 1
         or params.min_p
         or params.logit_bias
-        or params.bad_words
-        or params._bad_words_token_ids
+        or params.bad_words_token_ids
         or output_tokens < params.min_tokens
     )
 
