@@ -48,7 +48,6 @@
 #   SMOKE=1              rehearse TRAIN_SCRIPT on a tiny model, on this node, without NPUs (docs/rehearsal.md)
 #
 # Ctrl-C stops the run on all nodes. Only processes started by this script are stopped.
-trap 'exit 130' INT # whatever a Python that it reaches says
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
 

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by every script: messages, checks, and the Python to use.
 set -euo pipefail
+trap 'exit 130' INT # also if what runs just then answers a Ctrl-C by itself
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 

@@ -42,7 +42,6 @@ inputs() {
     MODEL_PATH="${MODEL_PATH:-$ROOT/models/${1##*/}}"
     TRAIN_FILE="${TRAIN_FILE:-$ROOT/data/$2/train.parquet}"
     TEST_FILE="${TEST_FILE:-$ROOT/data/$3/test.parquet}"
-    if smoking; then name+=_rehearsal; fi
     OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/${name#train_}}"
     input "$MODEL_PATH/config.json" "set MODEL_PATH, or: bash download_weights.sh $1 --out $MODEL_PATH"
     input "$TRAIN_FILE" "set TRAIN_FILE, or: python -m ascend_rl.data $2 --out $ROOT/data/$2"

@@ -135,16 +135,13 @@ def test_a_run_in_the_directory_of_a_rehearsal(theirs, tmp_path):
     assert found(theirs) == FILES and not (tmp_path / "trained").exists()
 
 
-def test_a_rehearsal_does_not_go_where_the_run_will(tmp_path):
+def test_a_rehearsal_does_not_go_where_the_run_will():
     """Neither gives OUTPUT_DIR: so the recipe can be started after its rehearsal."""
     places = []
     for smoke in "01":
         code, text = run(sys.executable, "-m", "ascend_rl.launch.launch", "--dry-run", RECIPE, SMOKE=smoke)
         places.append(re.search(r"log         (\S+)/train.log", text)[1])
         assert code == 0, text
-        (tmp_path / smoke).mkdir()
-        shown = run("bash", RECIPE, SMOKE=smoke, DRY_RUN="1", MODEL_PATH=str(tmp_path))[1]
-        assert f"{places[-1]}/checkpoints" in shown
     assert places[0] != places[1]
 
 
