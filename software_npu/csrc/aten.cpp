@@ -70,7 +70,11 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     if (is_npu(to)) touch(trace_of(to.storage().data_ptr()), stream, true, "aten::copy_");
     called(stream);
     const at::Tensor& hosts = is_npu(self) ? to : self;  // memory that is not pinned is copied by the host
-    if (!is_npu(hosts) && (!non_blocking || !is_pinned(hosts.storage().data()))) host_waits(clock_of(stream));
+    if (!is_npu(hosts) && (!non_blocking || !is_pinned(hosts.storage().data()))) {
+      host_waits(clock_of(stream));
+    } else if (!is_npu(self) && self.is_contiguous()) {
+      sent(self.data_ptr(), self.nbytes(), stream);
+    }
   }
   const at::Tensor target = is_npu(to) ? as_cpu(to) : to, source = is_npu(self) ? as_cpu(self) : self;
   target.copy_(source);

@@ -136,7 +136,9 @@ std::map<const char*, size_t> pinned_ranges;
 void free_pinned(void* data) {
   {
     std::lock_guard<std::mutex> guard(pinned_lock);
-    pinned_ranges.erase(static_cast<char*>(data));
+    const auto found = pinned_ranges.find(static_cast<char*>(data));
+    if (races_refused()) no_longer_sent(data, found->second);
+    pinned_ranges.erase(found);
   }
   c10::free_cpu(data);
 }

@@ -1,7 +1,10 @@
 #include "races.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "streams.h"
@@ -13,11 +16,19 @@ struct Freed {
   std::string by;
   Clock uses;
 };
+struct Sent {
+  const char* data;
+  std::string bytes;  // what the copy must find
+  c10::Stream stream;
+  int64_t time;
+  std::thread::id by;
+};
 // Never destroyed: tensors may be freed when the process ends.
 struct State {
   std::mutex lock;
   std::unordered_map<c10::Stream, Clock> clocks;
   std::unordered_map<c10::Stream, std::vector<Freed>> pools;  // what each stream could give out
+  std::vector<Sent> sent;  // pinned memory that a stream may still have to read
 };
 State& state() {
   static State* const made = new State;
@@ -41,6 +52,11 @@ bool knows(c10::Stream stream, c10::Stream other, int64_t time) {
     return found != clock.end() && found->second >= time;
   };
   return has(state().clocks[stream]) || has(host);
+}
+
+template <typename Which>
+void erase_if(std::vector<Sent>& from, const Which& which) {
+  from.erase(std::remove_if(from.begin(), from.end(), which), from.end());
 }
 
 std::string name_of(c10::Stream stream) {
@@ -131,15 +147,48 @@ void wait_for_clock(c10::Stream stream, const Clock& clock) {
   join(now.clocks[stream], clock);
 }
 
+void sent(const void* data, size_t bytes, c10::Stream stream) {
+  State& now = state();
+  std::lock_guard<std::mutex> guard(now.lock);
+  const char* first = static_cast<const char*>(data);
+  now.sent.push_back({first, {first, bytes}, stream, now.clocks[stream][stream], std::this_thread::get_id()});
+}
+
+void no_longer_sent(const void* data, size_t bytes) {
+  State& now = state();
+  std::lock_guard<std::mutex> guard(now.lock);
+  const char* first = static_cast<const char*>(data);
+  erase_if(now.sent, [&](const Sent& one) { return one.data >= first && one.data < first + bytes; });
+}
+
 Clock host_clock() { return host; }
 
-void host_waits(const Clock& clock) { join(host, clock); }
-
-void host_waits_for_all() {
+void host_waits(const Clock& clock) {
   if (!races_refused()) return;
   State& now = state();
   std::lock_guard<std::mutex> guard(now.lock);
-  for (const auto& [stream, clock] : now.clocks) join(host, clock);
+  join(host, clock);
+  bool changed = false;
+  erase_if(now.sent, [&](const Sent& one) {
+    if (one.by != std::this_thread::get_id()) return false;
+    const auto found = host.find(one.stream);
+    const bool ended = found != host.end() && found->second >= one.time;
+    changed |= ended && std::memcmp(one.data, one.bytes.data(), one.bytes.size());
+    return ended;
+  });
+  TORCH_CHECK(!changed, "a race: the host has written pinned memory while a copy to the device may still read it: ",
+              "wait for the copy first");
+}
+
+void host_waits_for_all() {
+  if (!races_refused()) return;
+  Clock all;
+  {
+    State& now = state();
+    std::lock_guard<std::mutex> guard(now.lock);
+    for (const auto& [stream, clock] : now.clocks) join(all, clock);
+  }
+  host_waits(all);
 }
 
 }  // namespace software_npu

@@ -4,7 +4,8 @@
 // it was made on and what last used it (vector clocks, as in race detectors). Refused are a call that reads what a
 // stream has written, or writes what a stream uses, without waiting for that stream; and an allocation on a stream
 // where memory of this stream was freed while another may still use it: the allocator gives it out at once, unless
-// record_stream() told of the other.
+// record_stream() told of the other. Pinned memory must hold what a copy shall read until the thread that asked for
+// the copy has waited for it; that is looked at when it waits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,6 +40,10 @@ void record_use(Trace* trace, c10::Stream stream);
 // One call on a stream: all it touches, then `called`.
 void touch(Trace* trace, c10::Stream stream, bool writes, const std::string& name);
 void called(c10::Stream stream);
+
+// Pinned memory that a copy on a stream, the last call on it, reads; it is given back.
+void sent(const void* data, size_t bytes, c10::Stream stream);
+void no_longer_sent(const void* data, size_t bytes);
 
 // What the host or a stream waits for.
 Clock clock_of(c10::Stream stream);

@@ -46,14 +46,17 @@ def decode_without_races(path: str, ahead: bool, sampling: dict, **options) -> i
     return found["ahead"]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["dense", "moe"])
+@pytest.fixture(
+    scope="module", params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["dense", "moe"]
+)
 def model(request, tmp_path_factory) -> str:
     return str(save_random_model(tmp_path_factory.mktemp("races") / "model", moe=request.param))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("options", [{}, GRAPHS], ids=["eager", "graphs"])
-@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+LONG = [pytest.param(*one, marks=pytest.mark.long) for one in ((True, GRAPHS), (False, {}), (False, GRAPHS))]
+
+
+@pytest.mark.parametrize("ahead, options", [(True, {}), *LONG])
 def test_an_engine_runs_without_races(npu_ground, model, ahead, options):
     for sampling in (SAMPLED, SAMPLED | {"seed": 7, "top_p": 0.9, "top_k": 5}):
         assert bool(npu_ground.run(decode_without_races, model, ahead, sampling, **options)) == ahead

@@ -84,6 +84,22 @@ def test_a_copy_from_pinned_memory_is_not_awaited():
     assert (there + 1).tolist() == [2] * 4
 
 
+@on_npu(SOFTWARE_NPU_RACES="1")
+def test_the_host_leaves_pinned_memory_alone_until_it_is_copied():
+    there, pinned = torch.empty(4, device="npu"), torch.ones(4).pin_memory()
+    there.copy_(pinned, non_blocking=True)
+    pinned[2] = 5
+    with pytest.raises(RuntimeError, match="the host has written pinned memory while a copy"):
+        torch.npu.synchronize()
+    there.copy_(pinned, non_blocking=True)
+    event = torch.npu.current_stream().record_event()
+    event.synchronize()
+    pinned.zero_()
+    there.copy_(pinned, non_blocking=True)
+    del pinned
+    torch.npu.synchronize()
+
+
 @on_npu()
 def test_races_are_not_looked_for_otherwise():
     x, stream = side(lambda: torch.ones(4, device="npu"))
