@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ascend_rl.rollout.request_checks import check
+from ascend_rl.rollout.request_checks import check, check_prompt
 
 
 class Params(msgspec.Struct):
@@ -72,3 +72,12 @@ def test_what_an_engine_can_serve_is_not_refused(params):
 def test_what_it_cannot_is_refused_by_name(params, why):
     with pytest.raises(ValueError, match=why):
         check(Params(**params), 16)
+
+
+def test_a_prompt_is_token_ids_of_the_model():
+    for served in ([0], [15, 0], np.arange(16), (3, np.int64(4))):
+        check_prompt(served, 16)
+    strange = [([0, 16], "16"), ([-1, 3], "-1"), ([1.0], "float"), (["1"], "str"), ([0, None], "NoneType")]
+    for refused, why in strange:
+        with pytest.raises(ValueError, match=f"the prompt has .*{why}"):
+            check_prompt(refused, 16)

@@ -2,8 +2,8 @@
 
 An engine computes all its requests in one step: what one of them raises there ends all of them. vLLM's front
 end checks many parameters and leaves others to the engine, whose input is typed and whose tensors have the
-vocabulary's size. `InputProcessor` calls ``check`` with each request's SamplingParams before its own checks;
-a ValueError reaches the caller of that request alone.
+vocabulary's size. `InputProcessor` calls ``check`` with each request's SamplingParams before its own checks,
+and ``check_prompt``; a ValueError reaches the caller of that request alone.
 
 Invariants: what is refused names the parameter and what to do; no parameter is changed; what the engine can
 serve is not refused. Cost: one encoding and decoding, 20 us a request without lists.
@@ -12,7 +12,7 @@ serve is not refused. Cost: one encoding and decoding, 20 us a request without l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -50,6 +50,17 @@ def check(params: Any, vocabulary: int) -> None:
             raise ValueError("_bad_words_token_ids has an empty word: leave it out")
         check_tokens("_bad_words_token_ids", word, vocabulary)
     check_history((params.extra_args or {}).get(HISTORY) or (), vocabulary)
+
+
+def check_prompt(tokens: Sequence[int], vocabulary: int) -> None:
+    """Check the token ids of a prompt; what is empty or too long vLLM refuses itself.
+
+    Raises:
+        ValueError: the model has no embedding for one of them.
+    """
+    if strange := {kind for kind in set(map(type, tokens)) if not issubclass(kind, int | np.integer)}:
+        raise ValueError(f"the prompt has {strange.pop().__name__} values: pass token ids")
+    check_tokens("the prompt", (min(tokens), max(tokens)), vocabulary)
 
 
 def check_types(params: Any) -> None:

@@ -236,13 +236,14 @@ def serve(path: str, directory: str, options: dict, moving: bool) -> dict:
                     names[name] = engine.send(PROMPT, params)
             except (ValueError, TypeError) as error:
                 found["fields"][name] = {"refused": str(error)}
-    for params in refused():
+    prompts = [[], [16], [-1], [1.5], ["1"], [None], [1] * 129]
+    for prompt, params in [(PROMPT, params) for params in refused()] + [(prompt, {}) for prompt in prompts]:
+        name = repr(params or prompt[:2])
         try:
-            engine.send(PROMPT, params)
-            found["refused"][repr(params)] = None
+            engine.send(prompt, params)
+            found["refused"][name] = None
         except (ValueError, TypeError) as error:
-            found["refused"][repr(params)] = str(error)
-            continue
+            found["refused"][name] = str(error)
     served = [engine.send(PROMPT, params) for params in odd(str(depot and depot.directory))]
     beside.append(engine.send(BESIDE, {}))
     engine.finish()
