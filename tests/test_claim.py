@@ -179,17 +179,22 @@ REVIEWED = {
     "recipe/tiny.py make: building.rename(out)",
     # KV of moved requests, in directories of the servers
     "rollout/moved_kv.py write: unfinished.rename(path)",
+    "rollout/moved_kv.py Depot._drop: directory.rename(dropped)",
     "rollout/moved_kv.py _remove: shutil.rmtree(directory, ignore_errors=True)",
     "rollout/moved_kv.py _discard: (directory / file).unlink(missing_ok=True)",
     "rollout/moved_kv.py Depot.take: os.rename(given, directory)",
     # checkpoints of the run, by the number that it was told to keep
-    "weights/checkpoints.py begin: shutil.rmtree(partial)",
-    "weights/checkpoints.py commit: shutil.rmtree(replaced, ignore_errors=True)",
+    "weights/checkpoints.py latest: shutil.rmtree(path, ignore_errors=True)",
     "weights/checkpoints.py commit: final.rename(replaced)",
     "weights/checkpoints.py commit: source.rename(final)",
     "weights/checkpoints.py commit: written.replace(tracker)",
     "weights/checkpoints.py remove_old: shutil.rmtree(path, ignore_errors=True)",
     "weights/checkpoints.py latest: path.rename(path.with_suffix(''))",
+    # what is ours by its files is deleted, anything else moved aside
+    "weights/checkpoints.py make_way: shutil.rmtree(path)",
+    "weights/checkpoints.py make_way: path.rename(aside)",
+    # an empty directory
+    "weights/journal.py Output._make_room: self.path.rmdir()",
     # the converter: its own .partial and journal, to a name that does not exist
     "weights/journal.py Output.publish: os.rename(self.partial, self.path)",
     "weights/journal.py Output.__exit__: self.journal.unlink(missing_ok=True)",
