@@ -162,7 +162,7 @@ def test_an_official_script_is_read_through(tmp_path):
     )
     assert "script.no_training" not in errors(script)
     script.write_text("set -e\nsource /nonexistent/settings.sh\n" + start)
-    assert "script.no_training" in errors(script)
+    assert "script.no_training" not in errors(script)  # a cluster has it: the rest is read
     script.write_text("set -e\nsource /usr/local/Ascend/ascend-toolkit/set_env.sh\nfalse\n" + start)
     assert "script.no_training" in errors(script)  # errexit is back on
     script.write_text('[ $# -ge 2 ] || exit 1\ntorchrun -m verl.trainer.sft_trainer "$@"\n')
