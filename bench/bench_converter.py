@@ -321,7 +321,7 @@ def bench(args: argparse.Namespace, config: dict, small: int, large: int, repeat
     loaded = 0
     for layout in layouts:
         name = " ".join(f"{key}={value}" for key, value in layout.items())
-        times = run_ranks(2, load_and_save, str(hf), str(mcore), str(back), layout, seconds=600)
+        times = run_ranks(2, load_and_save, str(hf), str(mcore), str(back), layout)
         data["loads_seconds"][name] = max(times)
         note(f"dist_checkpointing.load, {name}", max(times), size)
         converter.verify(hf, back, converter.Options(workers=2, quiet=True))  # what Megatron saved, sharded

@@ -213,7 +213,7 @@ def main() -> int:
 
     print(f"{'4 gloo ranks, executed':<24} {'reshard':>20} {'all-gather':>20} {'bytes':>8} {'time':>8}")
     slice_bytes = HIDDEN * INTERMEDIATE * BF16_BYTES
-    ranks = run_ranks(4, execute, repeat, seconds=240)
+    ranks = run_ranks(4, execute, repeat)
     data["executed"] = {}
     for name, (train, rollout) in EXECUTED.items():
         results = [result[name] for result in ranks]

@@ -50,12 +50,13 @@ class Module(ExtraState, torch.nn.Module):
 
     def _weight(self, name: str) -> None:
         weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **self._new))
-        weight.tensor_model_parallel = True  # also where there is one rank: verl asks for it
-        weight.partition_dim, weight.partition_stride = int(self.parallel_mode == "row"), 1
         init_method, tracker, name_of_state = self._init
         with torch.no_grad(), tracker().fork(*filter(None, [name_of_state])) if tracker else torch.no_grad():
             init_method(weight)
         self.register_parameter(name, weight)
+        weight = getattr(self, name)  # accelerate may have put another one in its place
+        weight.tensor_model_parallel = True  # also where there is one rank: verl asks for it
+        weight.partition_dim, weight.partition_stride = int(self.parallel_mode == "row"), 1
 
     def _bias(self) -> None:
         bias = torch.nn.Parameter(torch.zeros(self.out_features, **self._new)) if self.use_bias else None
