@@ -6,11 +6,21 @@ import datetime
 import json
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench/results"
 Bar = tuple[str, float, str, str, bool]
 """name, value, unit, the bar in words, whether it is met."""
+
+
+def tiny_model() -> Path:
+    """data/tiny/model, made if it is not there."""
+    data = ROOT / "data/tiny"
+    subprocess.run([sys.executable, "-m", "ascend_rl.tiny", "--out", data], cwd=ROOT, check=True)
+    return data / "model"
 
 
 def finish(name: str, bars: list[Bar], **data) -> int:

@@ -4,14 +4,13 @@
 
 One worker of verl, with the real tokenizer, agent loop and load balancer; its server answers at once with 8
 tokens. Prints when the last request of a batch reaches the server and when the batch is complete, and writes
-bench/results/agent_loop.json. Needs data/tiny (made by quickstart.sh).
+bench/results/agent_loop.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
@@ -20,17 +19,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/patched")]
 
+from bars import finish, tiny_model  # noqa: E402
 
-def main() -> None:
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--requests", type=int, default=1024, help="of one worker; 235B: 8192 over 8 (default %(default)s)"
     )
-    parser.add_argument("--model", type=Path, default=ROOT / "data/tiny/model", help="for its tokenizer")
+    parser.add_argument("--model", type=Path, help="for its tokenizer (data/tiny/model)")
     parser.add_argument("--repeats", type=int, default=5, help="of each; medians are printed")
+    parser.add_argument("--quick", action="store_true", help="once, 64 requests")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.requests, arguments.repeats = 64, 1
 
     import numpy as np
     import torch
@@ -47,7 +51,7 @@ def main() -> None:
             self.last = time.perf_counter()
             return TokenOutput(token_ids=[5] * 8, num_preempted=0)
 
-    server, worker = Server(), make_manager(arguments.model).workers[0]
+    server, worker = Server(), make_manager(arguments.model or tiny_model()).workers[0]
     ids = worker.server_manager._server_id_to_handle
     worker.server_manager._server_id_to_handle = dict.fromkeys(ids, remote(server))
     messages = np.empty(arguments.requests, dtype=object)
@@ -82,10 +86,10 @@ def main() -> None:
     for name, row in found.items():
         each = 1000 * row["complete_s"] / arguments.requests
         print(f"{name:<24} {row['sent_s']:>11.2f} {row['complete_s']:>10.2f} {each:>10.2f}")
-    path = ROOT / "bench/results/agent_loop.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"requests": arguments.requests, "rows": found}, indent=1))
+    share = found["one instance a worker"]["sent_s"] / found["one instance a request"]["sent_s"]
+    bars = [("last request sent, one instance a worker / one a request", share, "", "< 1", share < 1)]
+    return finish("agent_loop", bars, requests=arguments.requests, rows=found)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -403,6 +403,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the faults")
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="N random kills instead")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="the first fault only")
     args = parser.parse_args()
     if args.list:
         print(*FAULTS, sep="\n")
@@ -410,7 +411,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # either ends the run, and what was measured is kept
         signal.signal(number, signal.default_int_handler)
     name = "fault_kills" if args.kills else "faults"
-    faults = at_random(args.kills, args.seed) if args.kills else args.faults
+    faults = at_random(args.kills, args.seed) if args.kills else args.faults[: 1 if args.quick else None]
     outputs = ROOT / f"outputs/bench_{name}_{args.model}"
     steps = (3 if args.kills else 2) * len(faults) + 6
     quiet = outputs / f"none_{steps}"

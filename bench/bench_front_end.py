@@ -31,20 +31,21 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, default=48, help="of a response (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of each, alternating; medians are printed")
-    parser.add_argument("--model", type=Path, default=ROOT / "data/tiny/model", help="for its tokenizer")
+    parser.add_argument("--model", type=Path, help="for its tokenizer (data/tiny/model)")
     parser.add_argument("--quick", action="store_true", help="once, 16 tokens")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if arguments.quick:
         arguments.tokens, arguments.repeats = 16, 1
 
-    from bars import finish
+    from bars import finish, tiny_model
     from played_engines import Server
 
+    model = arguments.model or tiny_model()
     ways, taken, results = ("verl", "here"), {}, {}
     for _ in range(arguments.repeats):
         for way in ways:
-            server = Server(arguments.model, ENGINES, SEATS, plain=way == "verl")
+            server = Server(model, ENGINES, SEATS, plain=way == "verl")
             messages = server.messages(arguments.tokens)
 
             async def rollout(server=server, messages=messages):

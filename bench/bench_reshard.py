@@ -122,11 +122,11 @@ def execute(rank: int, repeat: int) -> dict[str, dict]:
         traffic: list[int] = []
         buffers: dict[int, int] = {}
 
-        def counted(output, data, *args, traffic=traffic, buffers=buffers, **kwargs):
-            traffic.append(output.nbytes)
+        def counted(output, data, wanted, *args, traffic=traffic, buffers=buffers, **kwargs):
+            traffic.append((sum(wanted) - wanted[rank]) * output.element_size())  # from others
             for tensor in (output, data):
                 buffers[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return all_to_all(output, data, *args, **kwargs)
+            return all_to_all(output, data, wanted, *args, **kwargs)
 
         def read(slice_: Slice, owned=owned) -> torch.Tensor:
             shape = (HIDDEN, INTERMEDIATE) if slice_.part == "down_proj" else (INTERMEDIATE, HIDDEN)
@@ -213,7 +213,9 @@ def main() -> int:
 
     print(f"{'4 gloo ranks, executed':<24} {'reshard':>20} {'all-gather':>20} {'bytes':>8} {'time':>8}")
     slice_bytes = HIDDEN * INTERMEDIATE * BF16_BYTES
-    ranks = run_ranks(4, execute, repeat)
+    from bench_reshard import execute as by_name  # ranks find it by the name of its module
+
+    ranks = run_ranks(4, by_name, repeat)
     data["executed"] = {}
     for name, (train, rollout) in EXECUTED.items():
         results = [result[name] for result in ranks]

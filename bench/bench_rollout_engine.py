@@ -361,19 +361,21 @@ def main() -> int:
     parser.add_argument("--switches", nargs="+", choices=SWITCHES, default=[*SWITCHES], help="(all)")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/rollout_engine", metavar="STEM",
                         help="of STEM.json and STEM.png (bench/results/rollout_engine)")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="of the switches only sam")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # in the process of a device
     arguments = parser.parse_args()
     if not 1 <= arguments.servers <= 4:
         parser.error("--servers must be 1 to 4")
-    if not (ROOT / "data/tiny/model").exists():
-        parser.error("data/tiny is missing; make it with: python -m ascend_rl.tiny --out data/tiny")
+    if arguments.quick:
+        arguments.switches = ["sam"]
     if arguments.here:
         found = measure(arguments.devices[0], arguments.servers, arguments.switches)
         arguments.here.write_text(json.dumps(found))
         return 0
 
-    from bars import finish
+    from bars import finish, tiny_model
 
+    tiny_model()
     devices = {}
     for device in arguments.devices:
         print(f"{device}: {arguments.servers} servers, {PROMPTS} x {SAMPLES} requests", flush=True)

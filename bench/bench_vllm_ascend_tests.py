@@ -110,8 +110,13 @@ def main() -> int:
     )
     parser.add_argument("--patched", action="store_true", help="on the patched tree")
     parser.add_argument("--seconds", type=float, default=3600, help="pytest is ended then")
+    parser.add_argument("--quick", action="store_true", help="only those of graphs, sleep and utilities")
     parser.add_argument("files", nargs="*", help="tests/ut/...; all without")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.files = [
+            f"tests/ut/{name}" for name in ("test_utils.py", "compilation", "device_allocator")
+        ]
     with tempfile.TemporaryDirectory(prefix="vllm-ascend-tests-") as directory:
         place = Path(directory)
         fetch_tests(place)

@@ -68,7 +68,9 @@ def test_what_an_engine_can_serve_is_not_refused(params):
     check(Params(**params), 16)
 
 
-@pytest.mark.parametrize(("params", "why"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("params", "why"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_what_it_cannot_is_refused_by_name(params, why):
     with pytest.raises(ValueError, match=why):
         check(Params(**params), 16)
