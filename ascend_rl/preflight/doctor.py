@@ -76,7 +76,7 @@ def check_versions(facts: dict, lock: dict) -> Iterator[Finding]:
     """Driver, CANN, Python and packages against [ascend] or [cpu] of the lock."""
     host, target = facts["host"], facts["target"]
     for name, pinned in lock[target].items():
-        if name == "image" or name in OPTIONAL:
+        if name.startswith("image") or name in OPTIONAL:
             continue
         if name in ("cann", "hdk"):
             yield from check_base(host, name, pinned, facts["cann" if name == "cann" else "driver"])
