@@ -16,7 +16,7 @@
 # Succeeds if, after 80 steps or more, the reward is at least 0.8 in training and on held-out prompts, and rollout and
 # trainer probabilities always agreed (within 5e-5; rounding alone can reach 1e-5 for single tokens).
 started=$SECONDS
-. "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh" || exit 130 # a Ctrl-C ended dirname
 
 STEPS=80 NPROC=1 EVALUATE=0
 while [ $# -gt 0 ]; do

@@ -48,7 +48,7 @@
 #   SMOKE=1              rehearse TRAIN_SCRIPT on a tiny model, on this node, without NPUs (docs/rehearsal.md)
 #
 # Ctrl-C stops the run on all nodes. Only processes started by this script are stopped.
-. "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh" || exit 130 # a Ctrl-C ended dirname
 case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 # CANN's scripts read unset variables.

@@ -74,6 +74,9 @@ def test_other_stages_of_a_pipeline_embed_nothing(counts):
 
 def _in_group(rank: int, world: int, store: str, function, results) -> None:
     torch.set_num_threads(1)
+    torch.distributed.distributed_c10d._update_default_pg(
+        None
+    )  # that of a test before, of which this is a fork
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     results.put((rank, function(rank)))
     results.close()

@@ -561,6 +561,7 @@ input()
 
 
 TINY = ("internal/train_gspo_qwen3_tiny_cpu.sh", "internal/cpu_env.sh")
+SMALL = ("internal/train_gspo_qwen2_5_3b_8die_fsdp.sh", "internal/qwen2_5_3b_env.sh")
 
 
 @pytest.mark.parametrize(
@@ -571,7 +572,7 @@ TINY = ("internal/train_gspo_qwen3_tiny_cpu.sh", "internal/cpu_env.sh")
         ([TINY[0], "README.md"], {}, "README.md: it is not a bash script"),
         ([*TINY, "trainer.nonesuch=1"], {}, "trainer.nonesuch: the patched verl has no such key"),
         ([*TINY, "++x=["], {}, "++x=[: "),
-        ([*TINY, "++x=["], {"SMOKE": "1"}, "++x=[: "),
+        ([*SMALL, "++x=["], {"SMOKE": "1"}, "++x=[: "),
         (["README.md"], {"SMOKE": "1"}, "README.md: it is not a bash script"),
     ],
 )

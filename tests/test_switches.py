@@ -27,8 +27,8 @@ RECIPES = sorted((ROOT / "internal").glob("train_*.sh"))
 # Of the launcher, the rehearsal, the build and the machine: no recipe reads them.
 LAUNCHER = {*launch_plan.SETTINGS} | set(
     """ASCEND_RL_PROGRESS DRY_RUN WARM_START SMOKE_DTYPE NPU_SERIES MASTER_ADDR MASTER_PORT NODES NNODES
-    NPUS_PER_NODE RANK WORLD_SIZE PP RAY_AUTH_MODE NAME SOFTWARE_NPU_CHIP SOFTWARE_NPU_VLLM_ASCEND
-    PYTHONPATH""".split()
+    NPUS_PER_NODE RANK WORLD_SIZE PP RAY_AUTH_MODE RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER NAME SOFTWARE_NPU_CHIP
+    SOFTWARE_NPU_VLLM_ASCEND PYTHONPATH""".split()
 )
 # Read by every process of vLLM, torch_npu, CANN or Ray, whatever the recipe; env.value checks their values.
 ANYWHERE = set(

@@ -44,6 +44,7 @@ def answer(root, imports: str, others: tuple[str, ...]) -> str:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, frameworks)),
         "SOFTWARE_NPU_WHEELS": str(wheels_file()),
+        "SOFTWARE_NPU_VLLM_ASCEND": "1",
         "VLLM_ASCEND_ENABLE_NZ": "0",
     }
     program = PROGRAM.format(imports=imports, others=others)

@@ -62,7 +62,7 @@ def test_a_run_that_goes_on_knows_the_lengths(manager, tmp_path, before):
         stands.actor_rollout_wg = SimpleNamespace(
             save_checkpoint=lambda *_, **__: None, load_checkpoint=lambda *_, **__: None
         )
-        stands.train_dataloader = StatefulDataLoader([0])
+        stands.train_dataloader, stands.passes = StatefulDataLoader([0]), None
         stands.use_critic, stands.global_steps, stands.async_rollout_manager = False, 1, made
         return stands
 
