@@ -77,9 +77,9 @@ def rehearse(recipe: str, environment: str, variables: dict[str, str], output: P
     """Exit code, seconds, trainers seen, processes with torch, those without the allocator, signs."""
     own = {"OUTPUT_DIR": str(output), "LOG_DIR": str(output / "logs"), "RUN_DEADLINE_S": "2400"}
     own |= {"SMOKE": "1", "STEPS": "1", "SKIP_PREFLIGHT": "1", "SKIP_REPORT": "1", "VERBOSE": "1"}
-    output.mkdir(parents=True)
     begin, seen, trainers = time.monotonic(), {}, set()
-    with (output / "console.log").open("w") as console:
+    said = output.with_name(f"{output.name}.log")  # beside it: a rehearsal wants a directory of its own
+    with said.open("w") as console:
         process = subprocess.Popen(
             ["bash", "ray_start_npu.sh", f"internal/train_{recipe}.sh", f"internal/{environment}_env.sh"],
             cwd=ROOT,
@@ -99,7 +99,7 @@ def rehearse(recipe: str, environment: str, variables: dict[str, str], output: P
             process.terminate()  # the launcher ends all that it started
             process.wait()
     files = (file for file in output.rglob("*") if file.is_file() and file.suffix in (".log", ".err", ".out"))
-    text = "\n".join(file.read_text(errors="replace") for file in files)
+    text = "\n".join(file.read_text(errors="replace") for file in (said, *files))
     return {
         "exit": process.returncode,
         "seconds": round(time.monotonic() - begin),

@@ -187,6 +187,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def together(path: Path) -> str:
     """What a file belongs to: of TOGETHER, of real runs those that are all long or the others, or itself."""
     text = path.read_text()
+    if path.name == "test_bench.py":  # runs of a cluster, too
+        return "long real runs"
     if path.parent.name == "e2e":
         return "long real runs" if "pytestmark = [pytest.mark.long" in text else "real runs"
     return next((name for name, sign in TOGETHER.items() if sign in text), str(path))

@@ -145,6 +145,15 @@ def test_a_rehearsal_does_not_go_where_the_run_will():
     assert places[0] != places[1]
 
 
+def test_logs_may_be_below_the_outputs(tmp_path):
+    """They are made after the directory is marked, while it is empty."""
+    (script := tmp_path / "train_it.sh").write_text("exit 3\n")
+    output = tmp_path / "out"
+    command = (sys.executable, "-m", "ascend_rl.launch.launch", str(script), "")
+    code, text = run(*command, SMOKE="1", OUTPUT_DIR=str(output), LOG_DIR=str(output / "logs"))
+    assert (code, kind_of(output)) == (3, REHEARSAL), text
+
+
 # Every deletion and rename.
 
 GONE = {"rmtree", "unlink", "remove", "rmdir", "removedirs", "rename", "renames", "move", "truncate"}
