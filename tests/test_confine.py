@@ -216,10 +216,16 @@ def test_what_never_ends_is_stopped(text, room, monkeypatch):
 
 
 def test_background_jobs_do_not_outlive_the_run(room):
-    run = tried(f"set -m\n(while :; do :; done) &\nsetsid bash -c 'while :; do :; done' &\npython3 {TRAIN}")
-    assert run.module
-    left = subprocess.run(["ps", "-eo", "args"], check=True, capture_output=True, text=True).stdout
-    assert "train.sh" not in left and "while :; do" not in left
+    script = Path("train.sh").absolute()
+    script.write_text(
+        f"set -m\n(while :; do :; done) &\nsetsid bash -c 'while : {script}; do :; done' &\npython3 {TRAIN}\n"
+    )
+    assert dry_run.dry_run(script).module
+    until = time.monotonic() + 60
+    ps = {"check": True, "capture_output": True, "text": True}
+    while str(script) in subprocess.run(["ps", "-eo", "args"], **ps).stdout:
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def test_output_is_bounded(room, monkeypatch):

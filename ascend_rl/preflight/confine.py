@@ -47,6 +47,7 @@ CHANGES = {  # words with which a tool changes something
     "hostname": r"[^-]|-F|-b|--file|--boot",
 }
 SYSTEM = "/usr/bin:/bin"
+START_S = 60.0  # for the Python that installs the filter
 GRACE_S = 1.0  # for background jobs, when the script has ended
 KEPT_BYTES = 1 << 16  # of each output, from its end
 CALLS = 5000  # the most programs of one run: then it is in a loop
@@ -397,7 +398,7 @@ def run(
         )  # fmt: skip
         theirs.close()
         try:
-            ours.settimeout(timeout_s)
+            ours.settimeout(max(timeout_s, START_S))
             message, fds, *_ = socket.recv_fds(ours, 4096, 1)
             if not fds:
                 raise _unconfined(message[1:].decode() or "no answer")
@@ -407,7 +408,8 @@ def run(
                 raise _unconfined(judge.unable)
             return outcome
         except TimeoutError:
-            return Outcome([], "", "", f"no start within {timeout_s:.0f} s: the machine is overloaded")
+            within = max(timeout_s, START_S)
+            return Outcome([], "", "", f"no start within {within:.0f} s: the machine is overloaded")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
