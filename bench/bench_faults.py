@@ -98,6 +98,11 @@ class Failed(Exception):
 # What a run says to somebody outside.
 
 
+def last_error(output: Path) -> str:
+    said = [line for line in console(output).read_text().splitlines() if "ERROR: " in line or "Error: " in line]
+    return (said or ["no error was printed"])[-1][:1000]
+
+
 def answers_of(output: Path) -> Path:
     """Where verl writes its validation: not among the logs, as a full disk there would end the run."""
     return output.with_suffix(".answers")
@@ -233,8 +238,7 @@ class Run:
         deadline = time.monotonic() + PATIENCE_S
         while not (found := what()):
             if self.process.poll() is not None or time.monotonic() > deadline:
-                said = [line for line in console(self.output).read_text().splitlines() if "ERROR: " in line]
-                raise Failed(f"no {name} before the end: {(said or ['no error was said'])[-1]}")
+                raise Failed(f"no {name} before the end: {last_error(self.output)}")
             time.sleep(nap_s)
         return found
 
@@ -357,7 +361,9 @@ def undisturbed(model: str, output: Path, steps: int) -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(output, ignore_errors=True)
         if (ends := Run(model, output, restarts=2, steps=steps).end())["status"]:
-            raise SystemExit(f"the run without a fault failed: {ends}; see {console(output)}")
+            raise SystemExit(
+                f"the run without a fault failed: {ends}; {last_error(output)}; see {console(output)}"
+            )
     first, last = answers(output, 1), answers(output, steps)
     return sum(first[prompt] != last[prompt] for prompt in last)
 
