@@ -27,6 +27,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -99,7 +100,7 @@ class Failed(Exception):
 
 
 def last_error(output: Path) -> str:
-    said = [line for line in console(output).read_text().splitlines() if "ERROR: " in line or "Error: " in line]
+    said = [line for line in console(output).read_text().splitlines() if re.search("(ERROR|Error): ", line)]
     return (said or ["no error was printed"])[-1][:1000]
 
 

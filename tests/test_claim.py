@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,8 @@ def test_logs_may_be_below_the_outputs(tmp_path):
 # Every deletion and rename.
 
 GONE = {"rmtree", "unlink", "remove", "rmdir", "removedirs", "rename", "renames", "move", "truncate"}
+WRITE = {"write_text", "write_bytes", "savefig", "save_pretrained", "to_parquet", "write_table", "save_file"}
+WRITE |= {"copy2", "copyfile", "copytree", "symlink_to", "hardlink_to", "touch"}
 # "file function: call": why it loses nothing of the user's.
 REVIEWED = {
     # a directory that this process made with mkdtemp, or that launches() found to be one of ours
@@ -216,19 +219,118 @@ REVIEWED = {
     'run_tests.sh: rm -rf "$results"',
 }
 
+# "file function: call": where the file is.
+WRITTEN = {
+    # in a directory that this process made with mkdtemp, or a child of it
+    "launch/check.py Engine.gap: model.save_pretrained(directory)",
+    "launch/launch.py registered: (directory / 'launch.json').open('w')",
+    "launch/launch_node.py announce_agent: path.with_suffix('.early').write_text(port)",
+    "launch/launch_node.py build_operators: (folder / f'{name}.log').open('w')",
+    "launch/supervise.py supervise: signs.touch()",
+    "launch/warm_start.py write_client: program.write_text("
+    "f\"{start}{inspect.getsource(client)}\\n\\nclient({str(folder / 'socket')!r})\\n\")",
+    "preflight/dry_run.py _fill: (directory / 'guard.bash').write_text(GUARD)",
+    "preflight/dry_run.py _fill: (tools / name).symlink_to(_system('true'))",
+    "preflight/dry_run.py exports: "
+    "(Path(environment['DRY_RUN_PATH']) / 'env_of_script').symlink_to(_system('true'))",
+    "settings/progress.py answer_for: open(f'{path}.{processes}', 'ab')",
+    "settings/progress.py sign: open(path, 'ab', buffering=0)",
+    # of the kernel
+    "launch/warm_start.py client: open('/proc/self/comm', 'w')",
+    "preflight/confine.py _Judge.__init__: os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)",
+    "preflight/confine.py _Memory.__init__: os.open(f'/proc/{pid}/mem', os.O_RDWR | os.O_CLOEXEC)",
+    # where the rendezvous of a run is: a file with a random name, empty
+    "launch/agreement.py offer: file.touch()",
+    "launch/agreement.py shared: own.touch()",
+    # the logs of a run, and what it writes into its marked directory, after set_aside
+    "launch/launch.py keep_ray_logs: shutil.copytree(logs, kept)",
+    "launch/launch.py log: log_file(plan).open('a')",
+    "launch/launch.py start: (plan.output_dir / 'run.json').write_text(json.dumps(started))",
+    "settings/claim.py claim: (directory / MARK).open('x')",
+    "settings/counts.py count: open(file, 'ab', buffering=0)",
+    "settings/logs.py LogFile.__init__: path.open('ab', buffering=0)",
+    "settings/logs.py LogFile.write: self.path.open('ab', buffering=0)",
+    # where metrics.jsonl is, and the record of a rehearsal
+    "preflight/rehearsal.py main: "
+    "(options.output_dir / 'rehearsal.json').write_text(json.dumps(report, indent=1))",
+    "recipe/report.py main: (run / 'report.html').write_text(page)",
+    "recipe/report.py main: (run / 'report.json').write_text(as_json(report))",
+    "recipe/report.py plot: figure.savefig(file, dpi=110, format='png')",
+    # files that no evaluation wrote are refused before
+    "recipe/evaluate.py Finished.__init__: path.open('ab')",
+    "recipe/evaluate.py main: "
+    "(out / 'report.json').write_text(json.dumps(settings | {'results': results}, indent=2) + '\\n')",
+    "recipe/evaluate.py server: log.open('w')",
+    # aside, under a name of its own; it is renamed when it is complete
+    "recipe/data.py write: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), partial)",
+    "recipe/tiny.py main: args.out.with_name(f'.{args.out.name}.lock').open('w')",
+    "recipe/tiny.py make: (building / MARKER).write_text(description)",
+    "recipe/tiny.py make: model.save_pretrained(building / 'model')",
+    "recipe/tiny.py make: tokenizer.save_pretrained(building / 'model')",
+    "recipe/tiny.py write_parquet: frame.to_parquet(path)",
+    "rollout/moved_kv.py write: unfinished.open('wb+')",
+    "weights/checkpoints.py commit: written.open('w')",
+    "weights/journal.py Output.__enter__: os.open(self.journal, flags, 420)",
+    "weights/journal.py Output._begin: os.open(self.partial / file, os.O_RDWR | os.O_CREAT, 420)",
+    "weights/journal.py Output.add_file: os.open(self.partial / name, os.O_RDWR | os.O_CREAT, 420)",
+    # in a checkpoint that is being saved, .partial
+    "rollout/sample_placer.py save: Path(checkpoint, LENGTHS).write_text(json.dumps(placer.earlier))",
+    "weights/checkpoints.py begin: (partial / POSITION).write_text(json.dumps(asdict(passes.after(step))))",
+    # KV of moved requests, in directories of the servers
+    "rollout/moved_kv.py Depot.expect: (directory / ABOUT).write_text(self._about(weights))",
+    "rollout/moved_kv.py MovedKV.request_finished: directory.with_suffix(ENDED).touch()",
+    "rollout/moved_kv.py _locked: os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 384)",
+    # adds lines to the file that HDP_DUMP names
+    "hdp/hdp_training.py HybridDataParallel._dump: open(self.dump, 'a')",
+    # scripts: a file in .venv; a file of mktemp; a token that must not exist
+    'build_project.sh: echo "$stamp" >.venv/.requirements',
+    "build_project.sh: grep -vE '^(torch|torchvision|triton|nvidia-[a-z0-9-]+)==' requirements-cpu.txt "
+    '>"$requirements"',
+    "internal/cluster/slurm.sh: (umask 077; set -o noclobber; "
+    "od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' >\"$CLUSTER_TOKEN_FILE\")",
+}
 
-def calls(path: Path) -> set[str]:
-    """ "function: call" of each call in a module that deletes, renames or cuts a file."""
+
+def deletes(call: ast.Call) -> bool:
+    """Whether a call deletes, renames or cuts a file."""
+    if isinstance(call.func, ast.Attribute):
+        one = len(call.args) == 1 and not call.keywords  # Path.replace; that of a text takes two
+        return call.func.attr in GONE or (call.func.attr == "replace" and one) or is_os(call, "replace")
+    return False
+
+
+def writes(call: ast.Call) -> bool:
+    """Whether a call may write over a file; a mode or flag that is no literal may."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if is_os(call, "open"):
+        return not re.fullmatch(
+            "[^|]*O_(RDONLY|WRONLY)( [|] os.O_(NOFOLLOW|NONBLOCK|CLOEXEC))*", flags_of(call)
+        )
+    if name == "open":
+        given = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
+        modes = [
+            value.value for value in given if isinstance(value, ast.Constant) and type(value.value) is str
+        ]
+        return any(re.fullmatch("[rwaxbt+]+", mode) and set(mode) & set("wax+") for mode in modes)
+    return name in WRITE or (name in {"copy", "save"} and bool(call.args))
+
+
+def is_os(call: ast.Call, name: str) -> bool:
+    return ast.unparse(call.func) == f"os.{name}"
+
+
+def flags_of(call: ast.Call) -> str:
+    return ast.unparse(call.args[1])
+
+
+def calls(path: Path, wanted: Callable[[ast.Call], bool]) -> set[str]:
+    """ "function: call" of each such call in a module."""
     seen = set()
 
     def visit(node: ast.AST, where: tuple[str, ...]) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             where = (*where, node.name)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            one = len(node.args) == 1 and not node.keywords  # Path.replace; that of a text takes two
-            if node.func.attr in GONE or (node.func.attr == "replace" and one):
-                seen.add(f"{'.'.join(where)}: {ast.unparse(node)}")
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.replace":
+        if isinstance(node, ast.Call) and wanted(node):
             seen.add(f"{'.'.join(where)}: {ast.unparse(node)}")
         for child in ast.iter_child_nodes(node):
             visit(child, where)
@@ -237,26 +339,51 @@ def calls(path: Path) -> set[str]:
     return seen
 
 
-def test_every_deletion_was_looked_at():
+def of_house(wanted: Callable[[ast.Call], bool]) -> set[str]:
     house = ROOT / "ascend_rl"
-    seen = {f"{path.relative_to(house)} {call}" for path in house.rglob("*.py") for call in calls(path)}
+    return {
+        f"{path.relative_to(house)} {call}" for path in house.rglob("*.py") for call in calls(path, wanted)
+    }
+
+
+def of_scripts(pattern: str) -> set[str]:
+    seen = set()
     for path in (*ROOT.glob("*.sh"), *(ROOT / "internal").rglob("*.sh")):
         lines = [line.strip() for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
-        deleting = re.compile(r"(^|[\s;&|('])(?<!ENGINE )(rm|rmdir|mv|shred|truncate|find .*-delete)\s+[^|]")
-        seen |= {f"{path.relative_to(ROOT)}: {line}" for line in lines if deleting.search(line)}
-    assert seen == REVIEWED
+        seen |= {f"{path.relative_to(ROOT)}: {line}" for line in lines if re.search(pattern, line)}
+    return seen
 
 
-def test_the_list_sees_what_deletes(tmp_path):
-    """Guards the test above."""
+def test_every_deletion_was_looked_at():
+    of_shell = of_scripts(r"(^|[\s;&|('])(?<!ENGINE )(rm|rmdir|mv|shred|truncate|find .*-delete)\s+[^|]")
+    assert of_house(deletes) | of_shell == REVIEWED
+
+
+def test_every_write_was_looked_at():
+    of_shell = of_scripts(r"^(?!.*\$\(\().*(?<![0-9&>-])>(?!/dev/null)[\w\"$.{/]|(^|[;&|(]\s*)(tee|cp|ln) ")
+    assert of_house(writes) | of_shell == WRITTEN
+
+
+def test_the_lists_see_what_deletes_and_what_writes(tmp_path):
+    """Guards the tests above."""
     (path := tmp_path / "module.py").write_text(
         "import os, shutil\nclass A:\n    def f(self, p):\n        os.replace(p, 'x')\n"
         "        p.replace('y')\n        'a'.replace('a', 'b')\n"
         "        shutil.rmtree(p)\n        os.unlink(p)\n"
+        "        open(p)\n        p.open('rb')\n        open(p, mode='r+')\n        p.open('w')\n"
+        "        os.open(p, os.O_RDONLY)\n        os.open(p, flags)\n        p.write_text('')\n"
+        "        shutil.copy(p, q)\n        p.copy()\n"
     )
-    assert calls(path) == {
+    assert calls(path, deletes) == {
         "A.f: os.replace(p, 'x')",
         "A.f: p.replace('y')",
         "A.f: shutil.rmtree(p)",
         "A.f: os.unlink(p)",
+    }
+    assert calls(path, writes) == {
+        "A.f: open(p, mode='r+')",
+        "A.f: p.open('w')",
+        "A.f: os.open(p, flags)",
+        "A.f: p.write_text('')",
+        "A.f: shutil.copy(p, q)",
     }

@@ -216,6 +216,20 @@ def test_a_try_that_never_reached_the_server_does_not_bind_the_next(tmp_path):
     assert result.returncode == 1 and "is of another sampling" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["words.jsonl", "report.json"])
+@pytest.mark.parametrize("text", [json.dumps(GSM8K[0]), json.dumps(GSM8K[0]) + "\n", '{\n "steps": 3\n}\n'])
+def test_files_of_others_stay_as_they_are(tmp_path, name, text):
+    """Such as --out in the directory of the data, or of a training run."""
+    data, out = save(tmp_path / "words.jsonl", GSM8K), tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text(text)
+    server = Server()
+    result = run(out, server, "--data", data)
+    assert result.returncode == 1 and f"{out / name} is not of an evaluation" in result.stderr, result.stderr
+    assert (out / name).read_text() == text and [path.name for path in out.iterdir()] == [name]
+    assert not server.requests
+
+
 @pytest.mark.parametrize(
     "row",
     [

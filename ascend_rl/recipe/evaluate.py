@@ -58,6 +58,7 @@ START_DEADLINE_S = 3600.0  # a large model from slow storage
 TRIES = 3  # of a request; a server that is gone ends the evaluation
 Z95 = 1.96
 PR_SET_PDEATHSIG = 1
+BEGINS = '{"model":'  # the files of an evaluation, but for spaces
 
 
 # Data.
@@ -203,6 +204,14 @@ def show(name: str, value) -> str:
 # Samples on the disk.
 
 
+def refuse_other(path: Path) -> None:
+    """Raise CannotWork for a file that no evaluation wrote, such as a data set or a training run's report."""
+    with contextlib.suppress(FileNotFoundError):
+        start = "".join(path.read_text(errors="replace")[:20].split())
+        if start[: len(BEGINS)] != BEGINS[: len(start)]:
+            raise CannotWork(f"{path} is not of an evaluation; choose another --out")
+
+
 class Finished:
     """OUT/NAME.jsonl: a line for the settings, then one for each sample, on the disk when it counts.
 
@@ -213,6 +222,7 @@ class Finished:
         self.path, self.settings, self.samples = path, settings, {}
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        refuse_other(path)
         whole = [json.loads(line) for line in lines[:-1]]  # a kill cut off what follows the last newline
         if len(whole) < 2:
             whole, lines = [], [b""]
@@ -453,6 +463,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped
     with ending() as status:
+        refuse_other(out / "report.json")
         sets = dict(load(data, args.source) for data in args.data)
         sets = {name: problems[: args.limit] for name, problems in sets.items()}
         settings = {"model": identity(args.model), "sampling": vars(sampling), "server": args.serve}

@@ -205,7 +205,7 @@ def write_parquet(path: Path, pairs: list[tuple[int, int]], split: str) -> None:
     """Write rows in verl's format."""
     import pandas as pd
 
-    pd.DataFrame(
+    frame = pd.DataFrame(
         {
             "data_source": DATA_SOURCE,
             "prompt": chat(a, b),
@@ -214,7 +214,8 @@ def write_parquet(path: Path, pairs: list[tuple[int, int]], split: str) -> None:
             "extra_info": {"split": split, "index": i},
         }
         for i, (a, b) in enumerate(pairs)
-    ).to_parquet(path)
+    )
+    frame.to_parquet(path)
 
 
 def make(out: Path, arguments: argparse.Namespace, description: str) -> None:
