@@ -1,6 +1,11 @@
 """The command ``python -m ascend_rl.tiny``: see ascend_rl/recipe/tiny.py."""
 
-from ascend_rl.recipe.tiny import main
+import sys
 
 if __name__ == "__main__":
-    main()
+    try:
+        from ascend_rl.recipe.tiny import main
+
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -9,11 +9,17 @@ before its first import; site-packages only if they do not belong to an image. R
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C during the imports prints no traceback
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import ast
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -228,7 +234,8 @@ if vllm := sys.modules.get("vllm"):
 def call_first() -> None:
     """Have numba compile, if the target Python already has it."""
     if importlib.util.find_spec("numba"):
-        calls = [subprocess.Popen([sys.executable, "-c", code], cwd="/") for code in FIRST_CALLS]
+        quiet = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        calls = [subprocess.Popen([sys.executable, "-c", quiet + code], cwd="/") for code in FIRST_CALLS]
         if any([call.wait() for call in calls]):
             raise ToolError("compiling with numba failed, see above")
 
@@ -241,6 +248,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     target = arguments.target
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         project = Project.load(ROOT)
         site = Path(sysconfig.get_paths()["purelib"])
@@ -282,6 +290,8 @@ def main() -> int:
     except ToolError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

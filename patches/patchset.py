@@ -13,12 +13,18 @@ Cost: O(touched files + patches) per framework; a second run compares digests an
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C during the imports prints no traceback
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import contextlib
 import dataclasses
 import hashlib
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -1143,6 +1149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--deadline", type=positive, default=300, metavar="SECONDS", help="per download attempt"
     )
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         project = Project.load(args.root.resolve())
         with project.exclusive():

@@ -14,6 +14,11 @@ Cost: one shallow clone or one wheel per framework; an up-to-date run makes four
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C during the imports prints no traceback
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import contextlib
 import fcntl
@@ -684,6 +689,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     get.add_argument("key")
     commands.add_parser("list", help="print the framework names, one a line")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         project = Project.load(args.root.resolve())
         if args.command == "download":

@@ -466,3 +466,25 @@ def test_the_real_lock_is_complete() -> None:
         else:
             assert framework.optional
     assert json.dumps(project.tables)  # plain values only
+
+
+@pytest.mark.parametrize(
+    "command", ["patches/sources.py list", "patches/patchset.py status", "-m ascend_rl.tiny -h"]
+)
+@pytest.mark.parametrize("module", ["argparse", "shutil"])
+def test_ctrl_c_while_a_command_is_imported_prints_no_traceback(tmp_path, command, module):
+    """At an import, so that the moment is the same on every machine."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.modules.pop({module!r}, None)\n"
+        "sys.meta_path.insert(0, Finder)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}"}
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=REPO, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode in (130, -signal.SIGINT) and not done.stderr, done.stderr

@@ -2,7 +2,10 @@
 
 import sys
 
-from ascend_rl.preflight.preflight import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from ascend_rl.preflight.preflight import main
+
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
