@@ -56,7 +56,7 @@ ARGS=(
     actor_rollout_ref.actor.optim.lr=4e-4
     actor_rollout_ref.actor.optim.lr_decay_style=cosine
     actor_rollout_ref.actor.optim.min_lr=4e-5
-    # Else a resumed run begins the schedule of the learning rate anew.
+    # Else a resumed run restarts the learning rate schedule.
     actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler=True
 
     # The trainer: Megatron in fp32 over gloo; experts are distributed over the workers, the rest is replicated.

@@ -138,7 +138,7 @@ def link_or_copy(source: str, destination: str) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--prove", action="store_true", help="prove anew that each patch is needed by its test")
+    parser.addoption("--prove", action="store_true", help="prove again that each patch is needed by its test")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -238,7 +238,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--only", type=int, action="append", metavar="LINE", help="mutations of this line; repeatable")
     add("--list", action="store_true", help="print the mutations, run nothing")
     add("--jobs", type=int, default=2, help="processes at a time (2)")
-    add("--jit", action="store_true", help="compile with numba, anew for each mutation")
+    add("--jit", action="store_true", help="compile with numba, again for each mutation")
     add("--deadline", type=float, default=10, metavar="SECONDS",
         help="of a run, unless 5 times the unchanged one is more (10)")  # fmt: skip
     add("--bar", type=float, default=90, metavar="PERCENT", help="to be killed (90)")

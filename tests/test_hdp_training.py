@@ -232,7 +232,7 @@ def test_engine_workers_are_refused(monkeypatch):
     monkeypatch.setenv("USE_HDP", "0")
     hdp_training.refuse_engine_workers()
     monkeypatch.setenv("USE_HDP", "1")
-    with pytest.raises(CannotWork, match="USE_HDP=1 cannot work here"):
+    with pytest.raises(CannotWork, match="USE_HDP=1 is incompatible with this configuration"):
         hdp_training.refuse_engine_workers()
 
 
@@ -277,7 +277,7 @@ def test_what_does_not_work_together_is_refused(changes, transformer, mtp, said,
     monkeypatch.setenv("USE_HDP", "1")
     with pytest.raises(CannotWork, match=said) as refused:
         hdp_training.setup(*arguments)
-    assert str(refused.value).startswith("USE_HDP=1 cannot work here:\n")
+    assert str(refused.value).startswith("USE_HDP=1 is incompatible with this configuration:\n")
     actor = ACTOR | {"policy_loss": {"loss_mode": "gspo"}, "whole_batch_loss": True}
     unsaid = {"megatron": {"context_parallel_size": 2}}
     for works in (ACTOR, actor, unsaid):  # the reference policy, which has no loss, and the actor

@@ -165,8 +165,8 @@ OVERRIDES = [  # (rule, the run it is tried on, what spoils it)
     ("train.dist_checkpoint", "megatron", f"{MEGATRON}.use_dist_checkpointing=True"),
     ("train.swap_optimizer", "megatron", f"{MEGATRON}.optimizer_offload=True"),
     ("train.saves_nothing", "fsdp", "trainer.save_freq=-1"),
-    ("train.schedule_anew", "megatron", f"{ACTOR}.optim.lr_warmup_steps=10"),
-    ("train.schedule_anew", "megatron", f"{ACTOR}.optim.lr_decay_style=cosine"),
+    ("train.schedule_restarts", "megatron", f"{ACTOR}.optim.lr_warmup_steps=10"),
+    ("train.schedule_restarts", "megatron", f"{ACTOR}.optim.lr_decay_style=cosine"),
     ("train.sync_memory", "megatron", "actor_rollout_ref.model.path=/data/Qwen3-235B-A22B"),
     ("options.vllm", "megatron", f"+{VLLM}.cuda_graph_sizes=[8]"),  # verl 0.7.1's own mistake
     ("options.vllm", "fsdp", f"+{VLLM}.compilation_config.cudagraph_modes=NONE"),
@@ -340,7 +340,7 @@ def test_a_schedule_that_a_resume_keeps(on_base):
     fine = [("fsdp", warmup), ("megatron", "lr_warmup_steps=0"), ("megatron", f"{warmup} {kept}")]
     for base, words in [*fine, ("megatron", f"{warmup} trainer.save_freq=-1")]:
         found = linter.lint(on_base(base), None, f"{ACTOR}.optim.{words}".split())
-        assert "train.schedule_anew" not in checks(found, "warning")
+        assert "train.schedule_restarts" not in checks(found, "warning")
 
 
 def test_checkpoints_need_room(on_base, tmp_path):

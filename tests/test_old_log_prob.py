@@ -47,7 +47,9 @@ def test_settings_that_need_them_are_refused_by_name(key):
     value, named = NEEDED[key]
     config = configuration(**{key: value})
     assert [found for found, _ in old_log_prob.problems(config)] == [named or key]
-    with pytest.raises(CannotWork, match=f"{SWITCH}=False cannot work here:\n  {named or key}: "):
+    with pytest.raises(
+        CannotWork, match=f"{SWITCH}=False is incompatible with this configuration:\n  {named or key}: "
+    ):
         recompute(config)
     config.actor_rollout_ref.actor.recompute_old_log_prob = True
     assert recompute(config)  # with the pass, all of them work

@@ -26,4 +26,8 @@ def test_all_reasons_are_given_at_once():
     refuse("X=1", iter(()))
     with pytest.raises(CannotWork) as raised:
         refuse("X=1", (f"reason {number}" for number in (1, 2)))
-    assert str(raised.value).splitlines() == ["X=1 cannot work here:", "  reason 1", "  reason 2"]
+    assert str(raised.value).splitlines() == [
+        "X=1 is incompatible with this configuration:",
+        "  reason 1",
+        "  reason 2",
+    ]

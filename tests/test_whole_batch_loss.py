@@ -63,5 +63,7 @@ def test_switched_off_nothing_is_told_or_scaled():
 
 def test_a_loss_that_knows_no_counts_is_refused():
     whole_batch_loss.check(actor("gspo"))
-    with pytest.raises(CannotWork, match="whole_batch_loss=True cannot work here:\n.*geo_mean"):
+    with pytest.raises(
+        CannotWork, match="whole_batch_loss=True is incompatible with this configuration:\n.*geo_mean"
+    ):
         whole_batch_loss.check(actor("geo_mean"))

@@ -685,10 +685,10 @@ def _(s):
 
 
 @rule(
-    "train.schedule_anew",
+    "train.schedule_restarts",
     "warning",
     "a Megatron run that is resumed goes on with its learning rate",
-    why="Megatron then begins warm-up and decay anew, one step after the resume",
+    why="Megatron then restarts warm-up and decay, one step after the resume",
     fix=f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler=True; see docs/resilience.md",
 )
 def _(s):

@@ -1,13 +1,13 @@
 """The KV of running requests that move, from one rollout server to another, in files.
 
-The target of a move can compute a request's KV anew, which stalls all that step with it, or copy it from the
+The target of a move can recompute a request's KV, which stalls all that step with it, or copy it from the
 source. A move with KV is a directory. The source's front end makes it before it aborts the request; each
 worker of the source writes its part into it at the start of the engine's next step, before a freed block can
 have a new owner. The target's front end takes it over by renaming it, checks it and names it to its engine;
 the workers copy it into the request's blocks in the step that admits it. Only the newest token is computed.
 
 - A target loads only whole, undamaged files of the same model, weights, block size and parallelism. What is
-  missing, damaged, different or late is computed anew, as is a request that moves on before it was admitted.
+  missing, damaged, different or late is recomputed, as is a request that moves on before it was admitted.
   No file that cannot be read ends an engine: the workers name its blocks, and the scheduler starts over.
 - A directory belongs to one server at a time and is used once. It is gone when it was used, when its request
   ended, and at the end of the rollout; that of a process that died, when another on its host starts or ends a
@@ -264,7 +264,7 @@ class MovedKV:
             try:
                 read(Path(directory, self.file), self.parts, blocks, skip)
             except Exception as error:
-                logger.warning("rollout_rebalance: KV in %s computed anew: %s", directory, error)
+                logger.warning("rollout_rebalance: KV in %s recomputed: %s", directory, error)
                 self.unloaded.update(blocks)
             _discard(Path(directory), self.file)
 
@@ -367,7 +367,7 @@ class Depot:
     async def take(self, given: str, weights: Any) -> dict[str, Any] | None:
         """Take over what another server, or this one, has saved: the request's ``kv_transfer_params``.
 
-        None if it cannot be used here; the KV is computed anew then.
+        None if it cannot be used here; the KV is recomputed then.
         """
         directory = self.directory / (TAKEN + Path(given).name)
         try:
@@ -379,7 +379,7 @@ class Depot:
             headers = await asyncio.to_thread(lambda: [checked(file) for file in files])
             (tokens,) = {header["tokens"] for header in headers}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("rollout_rebalance: KV in %s computed anew: %s", given, error)
+            logger.warning("rollout_rebalance: KV in %s recomputed: %s", given, error)
             _remove(directory)
             _remove(given)
             return None

@@ -6,7 +6,7 @@ engine: ``address#0``, ``address#1``, ... Whatever follows is the same for both.
 A rollout ends with its longest responses: some servers still decode many, others none. Every
 ``check_interval_s`` the mover asks each server which requests it holds, calls the planner and tells the
 sources which requests to give up, and where they go. A move is an abort that keeps tokens and log-probs; the
-caller of the request then continues prompt + tokens on the target, which computes the KV cache anew, or, from
+caller of the request then continues prompt + tokens on the target, which recomputes the KV cache, or, from
 ``send_kv_tokens`` on, loads what the source saved (moved_kv.py).
 
 - Which requests run, and which are queued, new or preempted, is what the engines' schedulers say; the front
@@ -515,7 +515,7 @@ class RequestMover:
         self.idle_s = self.server_s = 0.0
         self.gear_s: Counter = Counter()
         self.expected: dict[str, int] = {}  # request -> checks left until it counts as ended
-        self.replays: dict[str, int] = {}  # tokens to compute anew by `place`, if no KV comes along
+        self.replays: dict[str, int] = {}  # tokens to recompute by `place`, if no KV comes along
         self.checked_at = time.monotonic()
         self.task = asyncio.create_task(self._run())
         return self

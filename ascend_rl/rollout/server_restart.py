@@ -139,7 +139,7 @@ def attach(manager: Any, checkpoints: Any) -> None:
         return output
 
     def update_weights(global_steps=None):
-        restarts.mend()
+        restarts.restart_dead()
         waiting = update(global_steps=global_steps)
         while waiting:
             done, waiting = ray.wait(waiting, timeout=CHECK_S)
@@ -293,7 +293,7 @@ class Restarts:
                 self._kill(replica)
                 until_free(replica)
 
-    def mend(self) -> None:
+    def restart_dead(self) -> None:
         """Start what was ended, and what died or hangs since."""
         self.all_do(lambda replica: replica.clear_kv_cache(), "answer")
         ended = [replica for replica in self.replicas if not replica.servers]

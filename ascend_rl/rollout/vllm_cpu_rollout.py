@@ -4,7 +4,7 @@ Where the CPU build has oneDNN or AMX kernels (x86 with AVX-512, aarch64), vLLM 
 after loading and computes from the packed copy; the parameter itself is dropped or no longer read. A weight
 sync then changes nothing, silently, and the rollout drifts from the policy. Plain
 ``torch.nn.functional.linear`` reads the parameter. (The other trap of this backend, an rms_norm that ignores
-strides, is mended in vLLM itself.)
+strides, is fixed in vLLM itself.)
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
   train.2.log. Files of one start get one number. No file is ever removed, overwritten or renamed twice.
 - `survive` calls a writer of metrics, and goes on without it where it fails.
 - `LogFile` writes what it can. A full disk or a lost NFS server (ENOSPC, EIO, ESTALE) is said once on stderr;
-  after it the file is opened anew every few seconds, and gets a line that says how much is missing. A write
+  after it the file is reopened every few seconds, and gets a line that says how much is missing. A write
   that blocks for ever (a hard NFS mount) blocks here too.
 """
 

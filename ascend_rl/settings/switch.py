@@ -51,11 +51,11 @@ def refuse(what: str, reasons: Iterable[str]) -> None:
     >>> refuse("USE_HDP=1", ["CP is 1: set it to 2 or more"])
     Traceback (most recent call last):
         ...
-    ascend_rl.settings.switch.CannotWork: USE_HDP=1 cannot work here:
+    ascend_rl.settings.switch.CannotWork: USE_HDP=1 is incompatible with this configuration:
       CP is 1: set it to 2 or more
     """
     if lines := "".join(f"\n  {reason}" for reason in reasons):
-        raise CannotWork(f"{what} cannot work here:{lines}")
+        raise CannotWork(f"{what} is incompatible with this configuration:{lines}")
 
 
 @contextlib.contextmanager

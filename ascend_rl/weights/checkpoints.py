@@ -205,7 +205,7 @@ def other_engine(checkpoint: str, strategy: str, ranks: int) -> str:
     Args:
         checkpoint: global_step_N.
         strategy: ``fsdp``, ``fsdp2`` or ``megatron``.
-        ranks: processes of the actor. Megatron splits a checkpoint anew, FSDP needs as many as saved it.
+        ranks: processes of the actor. Megatron reshards a checkpoint, FSDP needs as many as saved it.
     """
     actor, saved = Path(checkpoint, "actor"), ""
     with contextlib.suppress(OSError, ValueError, KeyError):
@@ -351,7 +351,7 @@ def position(checkpoint: Path, batch: int, prompts: int) -> Position:
 def has_rng_states(directory: str, mpu: Any) -> bool:
     """Whether a Megatron checkpoint has a state of random numbers for each rank of this TP and PP.
 
-    They cannot be split anew, unlike weights and the optimizer; Megatron-LM leaves them out too.
+    They cannot be resharded, unlike weights and the optimizer; Megatron-LM leaves them out too.
 
     Args:
         directory: with ``.metadata`` of torch.distributed.checkpoint.
@@ -367,7 +367,7 @@ def has_rng_states(directory: str, mpu: Any) -> bool:
     if saved and here not in saved and torch.distributed.get_rank() == 0:
         print(
             f"the checkpoint is of PP{saved[0][0]} TP{saved[0][1]}, this run of PP{here[0]} TP{here[1]}: "
-            "weights and optimizer go on, the trainer's random numbers start anew",
+            "weights and optimizer go on, the trainer's random numbers start over",
             flush=True,
         )
     return here in saved

@@ -129,7 +129,7 @@ Graph::~Graph() {
 }
 
 void Graph::begin(c10::Stream stream) {
-  TORCH_CHECK(!capturing_ && !ready_, "this graph has been captured: reset() it before it captures anew");
+  TORCH_CHECK(!capturing_ && !ready_, "this graph has been captured: reset() it before it captures again");
   TORCH_CHECK(!capture_on(stream), "a graph is captured on this stream already");
   make_state(stream).capture = this;
   stream_ = stream;

@@ -215,7 +215,7 @@ def test_a_checkpoint_of_other_ranks_is_refused_before_the_workers_load_it(
     (saved / "actor/fsdp_config.json").write_text('{"FSDP_version": 1, "world_size": 4}')
     assert run(tmp_path, monkeypatch, *more) == 1
     said = capfd.readouterr().err
-    assert f"resuming {saved} cannot work here:" in said
+    assert f"resuming {saved} is incompatible with this configuration:" in said
     assert "FSDP on 4 dies saved it, this run trains with FSDP on 2 dies" in said
     (saved / "actor/fsdp_config.json").write_text('{"FSDP_version": 1, "world_size": 2}')
     assert run(tmp_path, monkeypatch, *more) == 0

@@ -209,7 +209,7 @@ def test_a_worker_process_collects_between_its_steps(workers):
     off, on = workers["0"], workers["1"]
     for worker in (off, on):
         assert worker["process"] != worker["parent"] and worker["steps"] >= 100
-    assert off["inside"] >= off["steps"]  # else there was nothing to mend
+    assert off["inside"] >= off["steps"]  # else there was nothing to fix
     assert on["inside"] == 0 and on["between"] >= on["steps"]
 
 

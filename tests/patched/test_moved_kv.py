@@ -1,4 +1,4 @@
-"""Running requests move with their KV: the same answers, of which the target computes one token anew."""
+"""Running requests move with their KV: the same answers, of which the target recomputes one token."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def lose(directory):
 
 
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=str)
-def test_kv_that_goes_missing_is_computed_anew(npu_ground, tmp_path, options):
+def test_kv_that_goes_missing_is_recomputed(npu_ground, tmp_path, options):
     """The engine has counted its tokens as computed, and sampled one from blocks without KV."""
     model = save_random_model(tmp_path / "model")
     stayed = npu_ground.run(stay, str(model), prompts_of(LENGTHS))
@@ -61,7 +61,7 @@ def go_on_in_graphs(*args, **options) -> dict:
 
 @pytest.mark.parametrize("spoilt", [None, spoil], ids=["with_kv", "one_replay"])
 def test_a_step_that_admits_requests_with_kv_replays_a_decode_graph(npu_ground, tmp_path, spoilt):
-    """With one request that is computed anew, the step of all of them does not."""
+    """With one request that is recomputed, the step of all of them does not."""
     model = save_random_model(tmp_path / "model")
     found = move(npu_ground.run, model, tmp_path / "kv", spoil=spoilt, second=go_on_in_graphs, known=0)
     assert worst(found.log_probs, hugging_face(model, found.prompts, found.tokens)) < 1e-5

@@ -31,5 +31,8 @@ def test_elsewhere_nothing_changes(launch):
 ])  # fmt: skip
 def test_contradictions_end_the_start(launch, overrides):
     where = VLLM.removeprefix("+")
-    with pytest.raises(ValueError, match=f"{where} cannot work here:\n  (additional|speculative)_config"):
+    with pytest.raises(
+        ValueError,
+        match=f"{where} is incompatible with this configuration:\n  (additional|speculative)_config",
+    ):
         launch(*overrides)

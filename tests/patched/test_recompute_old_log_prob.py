@@ -32,7 +32,7 @@ REFUSED = {
 @pytest.mark.parametrize("key", REFUSED)
 def test_settings_that_need_the_pass_are_refused_at_the_start(tmp_path, monkeypatch, key):
     where = "algorithm.rollout_correction" if key.endswith(("rollout_is", "rollout_rs")) else key
-    with pytest.raises(ValueError, match=f"{OFF} cannot work here:\n  {where}: "):
+    with pytest.raises(ValueError, match=f"{OFF} is incompatible with this configuration:\n  {where}: "):
         train(tmp_path, ONE_UPDATE, OFF, f"++{key}={REFUSED[key]}", monkeypatch=monkeypatch)
 
 
@@ -169,7 +169,9 @@ def test_the_entropy_is_reported_on_request(ranks, name):
 @pytest.mark.parametrize("name", CASES)
 def test_an_actor_refuses_a_second_update(ranks, name):
     refused = ranks[0][name, False]["refused"]
-    assert refused.startswith(f"{OFF} cannot work here:\n  it allows one update a step, but ")
+    assert refused.startswith(
+        f"{OFF} is incompatible with this configuration:\n  it allows one update a step, but "
+    )
 
 
 class Listening(Stage):

@@ -82,7 +82,7 @@ def test_a_server_that_was_not_asked_for_long_does_not_hang(monkeypatch):
     restarts = object.__new__(server_restart.Restarts)
     restarts.replicas, restarts.deadline_s, restarts.progressed = [Played()], 600.0, {}
     assert [len(restarts.dead()) for _ in range(3)] == [0, 0, 1]
-    restarts.mend()
+    restarts.restart_dead()
     assert [len(restarts.dead()) for _ in range(2)] == [0, 1]
 
 

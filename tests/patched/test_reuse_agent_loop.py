@@ -1,4 +1,4 @@
-"""One instance of verl's single-turn agent loop serves all requests of a worker; others are made anew."""
+"""One instance of verl's single-turn agent loop serves all requests of a worker; others are created again."""
 
 from __future__ import annotations
 

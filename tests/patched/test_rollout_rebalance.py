@@ -317,7 +317,7 @@ def nothing_left(sending) -> bool:
 
 
 def test_running_requests_take_their_kv_along(sending, unmoved, model):
-    """Between servers and between engines of one, many times each; one token of each is computed anew."""
+    """Between servers and between engines of one, many times each; one token of each is recomputed."""
     from live_servers import prefills
 
     asyncio.run(sending.on_servers(prefills))
@@ -347,7 +347,7 @@ def test_running_requests_take_their_kv_along(sending, unmoved, model):
 
 
 @pytest.mark.long
-def test_kv_of_other_weights_is_computed_anew(sending, unmoved):
+def test_kv_of_other_weights_is_recomputed(sending, unmoved):
     """Each server has taken weights of its own; requests move between servers only."""
     from live_servers import take_own_weights
 
