@@ -6,6 +6,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstring>
+#include <deque>
 
 #include "driver.h"
 #include "memory.h"
@@ -107,24 +108,56 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
-// A generator of an NPU has one of the host inside, which kernels of the host can use.
+// A generator of an NPU has one of the host inside, which kernels of the host can use. As on an NPU, an operator that
+// draws adds 4 to the offset, and a lower offset takes draws back: the last ones, whose states are kept.
 struct NPUGenerator final : c10::GeneratorImpl {
   NPUGenerator(int device, at::Generator inside)
       : c10::GeneratorImpl(device_at(device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         host(std::move(inside)) {}
 
-  void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
-  void set_offset(uint64_t offset) override { host.set_offset(offset); }
-  uint64_t get_offset() const override { return host.get_offset(); }
+  at::Generator draw() {
+    before.push_back(host.get_state());
+    if (before.size() > kKeptDraws) before.pop_front();
+    offset += kDraw;
+    return host;
+  }
+  void forget_draws() {
+    before.clear();
+    offset = 0;
+  }
+
+  void set_current_seed(uint64_t seed) override {
+    host.set_current_seed(seed);
+    forget_draws();
+  }
+  void set_offset(uint64_t to) override {
+    TORCH_CHECK(to % kDraw == 0 && to <= offset && (offset - to) / kDraw <= before.size(), "offset ", to,
+                ": the software NPU goes back by whole draws, the last ", before.size(), " of ", offset / kDraw);
+    for (; offset > to; offset -= kDraw) {
+      host.set_state(before.back());
+      before.pop_back();
+    }
+  }
+  uint64_t get_offset() const override { return offset; }
   uint64_t current_seed() const override { return host.current_seed(); }
-  uint64_t seed() override { return host.seed(); }
-  void set_state(const c10::TensorImpl& state) override { host.unsafeGetGeneratorImpl()->set_state(state); }
+  uint64_t seed() override {
+    forget_draws();
+    return host.seed();
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    host.unsafeGetGeneratorImpl()->set_state(state);
+    forget_draws();
+  }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     return host.unsafeGetGeneratorImpl()->get_state();
   }
   NPUGenerator* clone_impl() const override { return new NPUGenerator(device().index(), host.clone()); }
 
+  static constexpr uint64_t kDraw = 4;
+  static constexpr size_t kKeptDraws = 4;
   at::Generator host;
+  std::deque<at::Tensor> before;  // states of the host's, before each of the last draws
+  uint64_t offset = 0;
 };
 
 at::Generator new_generator(int device) {
@@ -167,7 +200,7 @@ Hooks hooks;
 
 }  // namespace
 
-at::Generator host_generator(const at::Generator& npu) { return npu.get<NPUGenerator>()->host; }
+at::Generator draw(const at::Generator& npu) { return npu.get<NPUGenerator>()->draw(); }
 
 const at::Generator& default_generator(int device) {
   static const std::vector<at::Generator> generators = [] {

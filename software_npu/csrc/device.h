@@ -7,8 +7,8 @@ namespace software_npu {
 
 void register_device();
 
-// The generator of the host that draws an NPU generator's numbers: it has the same state at all times.
-at::Generator host_generator(const at::Generator& npu);
+// The generator of the host that draws an NPU generator's numbers for one operator: it has the same state at all times.
+at::Generator draw(const at::Generator& npu);
 const at::Generator& default_generator(int device);
 
 }  // namespace software_npu

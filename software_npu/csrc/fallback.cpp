@@ -143,14 +143,14 @@ class Randomness {
         const at::Generator given = arguments[i].toGenerator();
         TORCH_CHECK(given.device().type() == kNPU, op.operator_name(), ": Expected a 'npu' device type for generator ",
                     "but found '", given.device().type(), "'");
-        arguments[i] = host_generator(given);
+        arguments[i] = draw(given);
       } else if (arguments[i].isNone() && declared[i].name() == "generator") {
         has_argument = true;
-        arguments[i] = host_generator(default_generator(device));
+        arguments[i] = draw(default_generator(device));
       }
     }
     if (has_argument || !op.hasTag(at::Tag::nondeterministic_seeded)) return;
-    own_ = host_generator(default_generator(device));
+    own_ = draw(default_generator(device));
     hosts_ = at::detail::getDefaultCPUGenerator();
     before_ = hosts_.get_state();
     hosts_.set_state(own_.get_state());

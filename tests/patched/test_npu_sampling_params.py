@@ -28,6 +28,7 @@ MODES = {
     "async": AHEAD,
     "sam in graphs": SAM | GRAPHS,
     "async in graphs": AHEAD | GRAPHS,
+    "chunked prefill": {"max_num_batched_tokens": 16},
     "moved": {},
 }
 INF, NAN = float("inf"), float("nan")

@@ -169,6 +169,12 @@ def test_each_device_draws_its_own_numbers():
     assert torch.equal(
         torch.rand(3, device="npu", generator=own), torch.rand(3, device="npu", generator=again)
     )
+    drawn = [torch.rand(3, device="npu", generator=own) for _ in range(2)]
+    assert own.get_offset() == 12
+    own.set_offset(own.get_offset() - 8)  # takes both back, as vLLM does with the tokens of a partial prefill
+    assert all(torch.equal(torch.rand(3, device="npu", generator=own), numbers) for numbers in drawn)
+    with pytest.raises(RuntimeError, match="goes back by whole draws"):
+        own.set_offset(own.get_offset() + 4)
     with pytest.raises(RuntimeError, match="generator"):
         torch.rand(3, device="npu", generator=torch.Generator())
 
