@@ -218,7 +218,7 @@ class Run:
         places = {"disk_of_log": output, "disk_of_checkpoints": self.checkpoints, "disk_of_store": store}
         self.disks = {name: Disk(places[name]) for name in disks}
         own_shm = ["unshare", "-m", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(store)]
-        self.tmp, self.shm = Path(tempfile.mkdtemp(prefix="f-")), SharedMemory()
+        self.tmp, self.shm = Path(tempfile.mkdtemp(prefix="f-", dir="/tmp")), SharedMemory()
         self.files = Files(output, self.checkpoints, logs)
         self.of_start: dict[int, str] = {}  # pid -> when it began, as in self.victim
         self.victim: dict[int, str] = {}

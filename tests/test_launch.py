@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from ascend_rl.launch import launch_node
+from ascend_rl.launch.launch import LONGEST_SOCKET, RAY_SOCKET
 from ascend_rl.launch.launch_plan import (
     NEW_TOKEN,
     SETTINGS,
@@ -389,6 +390,22 @@ def test_starting_again_keeps_what_earlier_starts_wrote(root, tmp_path):
     )
     del metrics["metrics.3.jsonl"]
     assert kept == logs | metrics
+
+
+def test_a_tmpdir_that_is_too_long_for_sockets_is_refused(root, tmp_path):
+    """In a sentence, where Ray prints a traceback after a minute; the longest is just right for Ray."""
+    from ray._private.utils import validate_socket_filepath
+
+    longest = "/" + "x" * (LONGEST_SOCKET - len(RAY_SOCKET) - 1)
+    validate_socket_filepath(longest + RAY_SOCKET)
+    with pytest.raises(OSError, match="107"):
+        validate_socket_filepath(f"{longest}x{RAY_SOCKET}")
+    (script := tmp_path / "train_it.sh").write_text("echo TRAINED\n")
+    environ = os.environ | {"TMPDIR": str(tmp_path), "SKIP_PREFLIGHT": "1", "OUTPUT_DIR": f"{tmp_path}/out"}
+    command = ["bash", "ray_start_npu.sh", str(script)]
+    done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Ray's sockets need a TMPDIR of at most 22 bytes" in done.stderr
+    assert "TRAINED" not in done.stdout and "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
 
 # Launches that are found in TMPDIR, where anybody may write.

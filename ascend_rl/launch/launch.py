@@ -57,6 +57,9 @@ from ascend_rl.settings.switch import CannotWork, switched_on
 MARK = "ASCEND_RL_LAUNCH"
 STOP_PATIENCE_S = 60.0
 LONGEST_ENTRY = 1 << 16
+# Of a Unix socket; and the longest one of Ray below TMPDIR (ray/_private/node.py).
+LONGEST_SOCKET = 107
+RAY_SOCKET = "/ascend-rl-12345678/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 # What launch.json has at least.
 ENTRY = {"pid": int, "born": int, "nnodes": int, "ports": list}
 ENTRY |= dict.fromkeys(("run", "role", "address", "head", "log", "started"), str)
@@ -98,7 +101,7 @@ def log_file(plan: Plan) -> Path:
 @contextlib.contextmanager
 def registered(plan: Plan) -> Iterator[Path]:
     """The directory of Ray's and all temporary files of this launch; removed at the end."""
-    directory = Path(tempfile.mkdtemp(prefix="ascend-rl-"))  # short: paths of Unix sockets end at 107 bytes
+    directory = Path(tempfile.mkdtemp(prefix="ascend-rl-"))
     try:
         with (directory / "launch.json").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -248,11 +251,17 @@ def remove_stale(directory: Path) -> None:
 
 
 def check_node(plan: Plan) -> None:
-    """Refuse taken ports, a second launch of the run, and leftovers of an earlier one.
+    """Refuse taken ports, a second launch of the run, leftovers of an earlier one, and a long TMPDIR.
 
     Raises:
         CannotWork: says whose they are and what to do.
     """
+    temporary, longest = tempfile.gettempdir(), LONGEST_SOCKET - len(RAY_SOCKET)
+    if len(os.fsencode(temporary)) > longest:
+        raise CannotWork(
+            f"Ray's sockets need a TMPDIR of at most {longest} bytes, and {temporary} is longer: "
+            "set TMPDIR=/tmp, or to a short link to another disk"
+        )
     for directory, entry, alive in launches():
         if not alive and leftovers(directory):
             raise CannotWork(
@@ -535,7 +544,7 @@ def supervised(
         train = [sys.executable, "-m", "ascend_rl.launch.check"]
         train += ["--without-preflight"] if plan.on("SKIP_PREFLIGHT") else []
     job = {
-        "ray": plan.ray_start(directory / "ray", lambda: free_port(plan.address)),
+        "ray": plan.ray_start(directory / "r", lambda: free_port(plan.address)),
         "control": [plan.head, plan.ray_port],
         "nodes": addresses,
         "npus": plan.npus,
@@ -563,7 +572,7 @@ def supervised(
 
 def keep_ray_logs(plan: Plan, directory: Path) -> None:
     """Save Ray's own logs of a failed run, which would be removed with its directory."""
-    logs, kept = directory / "ray/session_latest/logs", plan.log_dir / "ray"
+    logs, kept = directory / "r/session_latest/logs", plan.log_dir / "ray"
     if logs.is_dir():
         with contextlib.suppress(OSError, shutil.Error):
             set_aside([kept])
@@ -595,7 +604,7 @@ def show(plan: Plan) -> None:
     print(f"CANN        {os.environ.get('ASCEND_HOME_PATH', 'none found')}")
     print(f"preloaded   {os.environ.get('LD_PRELOAD', 'nothing')}")
     print(f"then        {plan.env_script or 'no ENV_SCRIPT'}")
-    print(f"starts      {shlex.join(hidden.words(plan.ray_start(Path('TMPDIR/ray'), lambda: 'PORT')))}")
+    print(f"starts      {shlex.join(hidden.words(plan.ray_start(Path('TMPDIR/r'), lambda: 'PORT')))}")
     if plan.role == "head":
         train = shlex.join(["bash", plan.script, *hidden.words(plan.overrides)])
         print(f"trains      {train}\n            (what that would run: DRY_RUN=1 {train})")
