@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ascend_rl.experts.chunked_moe import SWITCH, in_chunks
+from ascend_rl.experts.chunked_moe import SWITCH, in_chunks, least_tokens
 
 WEIGHTS = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -69,6 +69,18 @@ def test_all_ranks_make_as_many_chunks_none_empty(monkeypatch, tokens, ranks):
         assert all(calls)
         made.add(len(calls))
     assert made == {-(-tokens // 64)}
+
+
+@pytest.mark.parametrize("most", [65, 200, 201, 4097])
+@pytest.mark.parametrize("tp", [1, 2, 7, 16])
+def test_a_rank_with_few_tokens_has_some_in_each_chunk(monkeypatch, most, tp):
+    monkeypatch.setenv(SWITCH, "64")
+    for share in torch.zeros(least_tokens(most, tp), 8).tensor_split(tp):
+        calls = []
+        in_chunks(experts(calls), context(most), False)(
+            x=share, router_logits=torch.zeros(len(share), 4), layer="layer"
+        )
+        assert calls == [1] * -(-most // 64)
 
 
 def test_otherwise_nothing_changes(monkeypatch):

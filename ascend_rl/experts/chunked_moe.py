@@ -7,8 +7,9 @@ Idea: tokens do not depend on each other in an MoE layer. Routing, dispatch, exp
 by chunk, so only one chunk's copies exist.
 Invariants (tests/test_chunked_moe.py, tests/patched/test_npu_chunked_moe.py): the result of a token does not
 depend on the chunks; all ranks make the same number of chunks, since dispatch is collective: it follows from
-the number of tokens to which vllm-ascend pads every DP rank. Cost: one more dispatch and combination for each
-chunk; none when a step fits into one chunk, or with MC2, which vllm-ascend uses for small batches.
+the tokens of the largest DP rank, and no chunk is empty where the others compute `least_tokens`. Cost: one
+more dispatch and combination for each chunk; none when a step fits into one chunk, or with MC2, which
+vllm-ascend uses for small batches.
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ def chunk_tokens() -> int | None:
     if not text.isdigit() or int(text) < LEAST:
         raise CannotWork(f"{SWITCH}={text}: give a number of tokens, {LEAST} or more, or unset it")
     return int(text)
+
+
+def least_tokens(most: int, tp: int) -> int:
+    """Tokens of a DP rank with which each of its TP ranks has some in each chunk of the largest, of ``most``.
+
+    >>> os.environ[SWITCH] = "64"
+    >>> least_tokens(64, 4), least_tokens(129, 4), least_tokens(3, 4)
+    (4, 12, 3)
+    """
+    return min(tp * -(-most // (chunk_tokens() or most)), most)
 
 
 def in_chunks(apply: Callable[..., Any], context: Any, gate_overlaps: bool) -> Callable[..., Any]:
