@@ -16,6 +16,10 @@ esac
 # HCCL. Ranks wait for the slowest: the first compilation and the end of a 32K rollout take longer than the defaults of
 # 120 s and 1836 s. The error then names the rank that waited, not the one that was late.
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-7200}" HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-7200}"
+# vLLM ends an engine whose step takes longer than this, by default 300 s. Five minutes more than HCCL's limit, so that HCCL
+# names the rank first; HCCL_EXEC_TIMEOUT=0 sets no limit.
+export VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS="${VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS:-$((
+    HCCL_EXEC_TIMEOUT ? HCCL_EXEC_TIMEOUT + 300 : 2147483647))}"
 # Ports: avoid 16666, which a second process or run would find taken.
 export HCCL_IF_BASE_PORT="${HCCL_IF_BASE_PORT:-64021}"
 export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
