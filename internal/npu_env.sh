@@ -4,12 +4,9 @@
 # NPU_SERIES=a3 (default: Atlas A3, 16 dies a node) or a2 (Atlas 800T A2, 8 NPUs a node).
 case "${NPU_SERIES:=a3}" in
 a3) export NPUS_PER_NODE="${NPUS_PER_NODE:-16}" ;;
-a2)
-    export NPUS_PER_NODE="${NPUS_PER_NODE:-8}"
-    # Experts across nodes: vllm-ascend then sends a token to each node once and distributes it there (0.13.0,
-    # is_hierarchical_communication_enabled).
-    export HCCL_INTRA_PCIE_ENABLE="${HCCL_INTRA_PCIE_ENABLE:-1}" HCCL_INTRA_ROCE_ENABLE="${HCCL_INTRA_ROCE_ENABLE:-0}"
-    ;;
+# HCCL_INTRA_PCIE_ENABLE and HCCL_INTRA_ROCE_ENABLE, the hierarchical exchange of MC2, stay unset: a rollout that shares its
+# card with the trainer runs no MC2 on A2 (patch a2_shared_card), and the exchange takes 16, 32 or 64 dies only.
+a2) export NPUS_PER_NODE="${NPUS_PER_NODE:-8}" ;;
 *) echo "ERROR: NPU_SERIES is '$NPU_SERIES'; set a3 or a2" >&2; exit 1 ;;
 esac
 
