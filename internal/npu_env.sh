@@ -4,18 +4,19 @@
 # NPU_SERIES=a3 (default: Atlas A3, 16 dies a node) or a2 (Atlas 800T A2, 8 NPUs a node).
 case "${NPU_SERIES:=a3}" in
 a3) export NPUS_PER_NODE="${NPUS_PER_NODE:-16}" ;;
-a2)
-    export NPUS_PER_NODE="${NPUS_PER_NODE:-8}"
-    # Experts across nodes: vllm-ascend then sends a token to each node once and distributes it there (0.13.0,
-    # is_hierarchical_communication_enabled).
-    export HCCL_INTRA_PCIE_ENABLE="${HCCL_INTRA_PCIE_ENABLE:-1}" HCCL_INTRA_ROCE_ENABLE="${HCCL_INTRA_ROCE_ENABLE:-0}"
-    ;;
+# HCCL_INTRA_PCIE_ENABLE and HCCL_INTRA_ROCE_ENABLE, the hierarchical exchange of MC2, stay unset: a rollout that shares its
+# card with the trainer runs no MC2 on A2 (patch a2_shared_card), and the exchange takes 16, 32 or 64 dies only.
+a2) export NPUS_PER_NODE="${NPUS_PER_NODE:-8}" ;;
 *) echo "ERROR: NPU_SERIES is '$NPU_SERIES'; set a3 or a2" >&2; exit 1 ;;
 esac
 
 # HCCL. Ranks wait for the slowest: the first compilation and the end of a 32K rollout take longer than the defaults of
 # 120 s and 1836 s. The error then names the rank that waited, not the one that was late.
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-7200}" HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-7200}"
+# vLLM ends an engine whose step takes longer than this, by default 300 s. Five minutes more than HCCL's limit, so that HCCL
+# names the rank first; HCCL_EXEC_TIMEOUT=0 sets no limit.
+export VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS="${VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS:-$((
+    HCCL_EXEC_TIMEOUT ? HCCL_EXEC_TIMEOUT + 300 : 2147483647))}"
 # Ports: avoid 16666, which a second process or run would find taken.
 export HCCL_IF_BASE_PORT="${HCCL_IF_BASE_PORT:-64021}"
 export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"

@@ -9,6 +9,7 @@ import pytest
 from ascend_rl.rollout.npu_options import (
     DOMAINS,
     EXPANSION_MODES,
+    HIERARCHICAL,
     conflicts,
     engine_options,
     expansion_mode,
@@ -102,6 +103,10 @@ CONFLICTS = {
     "layers of several ranks and graphs by rank": (
         extra(graphs_by_rank=True, finegrained_tp_config={"lmhead_tensor_parallel_size": 2}), {}, "leave one",
     ),
+    "the hierarchical exchange and graphs by rank": (
+        extra(graphs_by_rank=True), {"environ": HIERARCHICAL},
+        "HCCL_INTRA_PCIE_ENABLE=1 HCCL_INTRA_ROCE_ENABLE=0",
+    ),
     "no domain": (extra(hccl_op_expansion_mode="AIV"), {}, "tp=AI_CPU"),
 }  # fmt: skip
 
@@ -112,8 +117,9 @@ def test_what_contradicts_is_refused(name):
     found = conflicts(options, npu=True, **facts)
     assert len(found) == 1 and said in " ".join(found[0])
     facts = {"tp": facts.pop("shared_by", 1)} | facts
+    variables = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"} | facts.pop("environ", {})
     with pytest.raises(CannotWork, match="engine_kwargs.vllm cannot work") as error:
-        engine_options(options, rollout(**facts), "npu", {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"})
+        engine_options(options, rollout(**facts), "npu", variables)
     assert str(error.value).splitlines()[1:] == ["  {}: {}; {}".format(*found[0])]
 
 

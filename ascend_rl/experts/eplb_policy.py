@@ -82,13 +82,16 @@ def own_plan(results: Any, worker: Any) -> Any:
         return None
 
 
-def plan_of_all(plan: Any, device: torch.device) -> Any:
+def plan_of_all(plan: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
     """This rank's plan; None on all ranks if the worker of any has failed. Called by all ranks.
 
     Plans are parts of one move, with sends and receives, so that none may be carried out alone; and a worker
     whose plan was not carried out knows the wrong placement. Call it after a step's last collective: ranks
     without requests (DP) take their plans there, and a rank that waited before its own would wait for ever.
+
+    Args:
+        group: EPLB's own (patch eplb_group), of all ranks; None: the world.
     """
     failed = torch.tensor([plan is None], dtype=torch.int32, device=device)
-    dist.all_reduce(failed)
+    dist.all_reduce(failed, group=group)
     return None if failed.item() else plan

@@ -49,12 +49,12 @@ from ascend_rl.launch.launch_plan import (
 )
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 from ascend_rl.launch.supervise import Ending, descendants, processes, supervise
-from ascend_rl.settings import claim, counts, hidden
+from ascend_rl.settings import claim, counts, hidden, static_kernels
 from ascend_rl.settings.logs import set_aside
 from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, switched_on
 
-MARK = "ASCEND_RL_LAUNCH"
+MARK = static_kernels.LAUNCH
 STOP_PATIENCE_S = 60.0
 LONGEST_ENTRY = 1 << 16
 # Of a Unix socket; and the longest one of Ray below TMPDIR (ray/_private/node.py).
@@ -126,7 +126,7 @@ def registered(plan: Plan) -> Iterator[Path]:
             yield directory
     finally:
         tempfile.tempdir = None
-        shutil.rmtree(directory, ignore_errors=True)
+        remove(directory)
 
 
 def launches() -> list[tuple[Path, dict, bool]]:
@@ -244,6 +244,12 @@ def remove_stale(directory: Path) -> None:
                     os.kill(pid, number)
             told |= pids
             time.sleep(0.1)
+    remove(directory)
+
+
+def remove(directory: Path) -> None:
+    """The end of a launch whose processes have ended."""
+    static_kernels.uninstall(directory)
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -269,7 +275,7 @@ def check_node(plan: Plan) -> None:
                 f"and ports. End them with: {stop_command(entry)}"
             )
         if not alive:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove(directory)
         elif entry["log"] == str(log_file(plan)):
             raise CannotWork(
                 f"this run is on here already: {describe(entry)}. Stop it with: "

@@ -191,6 +191,7 @@ def _(s):
         eager=bool(s.get(f"{ROLLOUT}.enforce_eager")),
         mtp=bool(s.get(f"{mtp}.enable") and s.get(f"{mtp}.enable_rollout")),
         shared_by=s.rollout_tp if s.variable("VLLM_ASCEND_ENABLE_FLASHCOMM1") else 1,
+        environ=s.env,
     )
     speculative, extra = (
         s.engine_options.get(name) or {} for name in ("speculative_config", "additional_config")

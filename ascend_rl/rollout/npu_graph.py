@@ -15,6 +15,8 @@ import os
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
+from ascend_rl.settings.static_kernels import build_dir
+
 
 def align_ends(ends: list[int], lengths: list[int], tokens: int) -> tuple[list[int], list[int]]:
     """Ends of the query sequences and lengths of their keys, for a graph of `tokens` query tokens.
@@ -91,6 +93,8 @@ def static_kernels(aclgraph: Any, vllm_config: Any, environ: MutableMapping[str,
         return
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     aclgraph._aclnn_static_shape_kernel = True
+    if built := build_dir(environ):
+        aclgraph._aclnn_static_shape_kernel_build_dir = built
     # Without sizes, each new number of prompt tokens is compiled for minutes in the middle of serving.
     batches = (
         vllm_config.compilation_config.cudagraph_capture_sizes,

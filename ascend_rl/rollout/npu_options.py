@@ -13,6 +13,7 @@ given; without a contradiction all other options reach the engine as given. Cost
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ FULL_GRAPHS = ("FULL_DECODE_ONLY", "FULL")
 AHEAD_EXECUTORS = ("mp", "uni", "external_launcher")  # of asynchronous scheduling; verl's is mp
 OWN_DRAFTS = ("sam", "ngram", "suffix")  # drafters that are no model: nothing to compute together
 MAX_DECODE_TOKENS = 16  # tokens of a request that the attention operator takes in layout TND
+HIERARCHICAL = {"HCCL_INTRA_PCIE_ENABLE": "1", "HCCL_INTRA_ROCE_ENABLE": "0"}  # MC2 in two stages, by node
 # Names of later releases of vllm-ascend, ignored by 0.13.0, and its own.
 LATER = {
     ("npugraph_ex_config", "enable"): "enable_npugraph_ex",
@@ -79,7 +81,9 @@ def _graphs(options: Mapping[str, Any], extra: Mapping[str, Any], eager: bool) -
         )
 
 
-def _ranks(options: Mapping[str, Any], extra: Mapping[str, Any], mtp: bool) -> Iterator[Conflict]:
+def _ranks(
+    options: Mapping[str, Any], extra: Mapping[str, Any], mtp: bool, environ: Mapping[str, str]
+) -> Iterator[Conflict]:
     """graphs_by_rank: data-parallel ranks do not agree on the size of a step, so nothing else may need it."""
     if not extra.get("graphs_by_rank"):
         return
@@ -95,6 +99,12 @@ def _ranks(options: Mapping[str, Any], extra: Mapping[str, Any], mtp: bool) -> I
             where,
             "finegrained_tp_config shares layers among data-parallel ranks, in equal steps",
             "leave one of them out",
+        )
+    if all(environ.get(name) == value for name, value in HIERARCHICAL.items()):
+        yield (
+            where,
+            f"the hierarchical exchange ({' '.join(map('='.join, HIERARCHICAL.items()))}) takes equal steps",
+            f"unset {' and '.join(HIERARCHICAL)}, or leave it out",
         )
 
 
@@ -178,7 +188,13 @@ def _domains(extra: Mapping[str, Any]) -> Iterator[Conflict]:
 
 
 def conflicts(
-    options: Mapping[str, Any], *, npu: bool, eager: bool = False, mtp: bool = False, shared_by: int = 1
+    options: Mapping[str, Any],
+    *,
+    npu: bool,
+    eager: bool = False,
+    mtp: bool = False,
+    shared_by: int = 1,
+    environ: Mapping[str, str] | None = None,
 ) -> list[Conflict]:
     """What contradicts what.
 
@@ -188,11 +204,13 @@ def conflicts(
         eager: rollout.enforce_eager.
         mtp: rollout.mtp is enabled for the rollout.
         shared_by: TP size where VLLM_ASCEND_ENABLE_FLASHCOMM1 is on, else 1.
+        environ: default os.environ.
     """
+    environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
     found = [*_speculation(options, npu, eager, mtp, shared_by), *_scheduling(options)]
     extra = options.get("additional_config") or {}
     if npu:
-        found += [*_graphs(options, extra, eager), *_ranks(options, extra, mtp), *_domains(extra)]
+        found += [*_graphs(options, extra, eager), *_ranks(options, extra, mtp, environ), *_domains(extra)]
     return found
 
 
@@ -226,6 +244,7 @@ def engine_options(
         eager=bool(rollout.enforce_eager),
         mtp=bool(mtp.enable and mtp.enable_rollout),
         shared_by=rollout.tensor_model_parallel_size if flashcomm else 1,
+        environ=environ,
     )
     refuse(ENGINE_OPTIONS, (f"{key}: {why}; {fix}" for key, why, fix in found))
     if not npu:

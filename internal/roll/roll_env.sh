@@ -5,6 +5,9 @@
 # Collectives: an hour for ranks that wait for others to load or generate; no deterministic order; free ports, so that runs
 # and processes on one node do not collide. HCCL_OP_EXPANSION_MODE stays unset: AIV is for one communication domain at a time.
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-3600}" HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-3600}"
+# vLLM ends an engine whose step takes longer than this, by default 300 s: after HCCL, which names a rank, has given up.
+export VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS="${VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS:-$((
+    HCCL_EXEC_TIMEOUT ? HCCL_EXEC_TIMEOUT + 300 : 2147483647))}"
 export HCCL_DETERMINISTIC="${HCCL_DETERMINISTIC:-false}"
 export HCCL_IF_BASE_PORT="${HCCL_IF_BASE_PORT:-23456}"
 export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
