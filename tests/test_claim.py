@@ -163,9 +163,7 @@ WRITE |= {"copy2", "copyfile", "copytree", "symlink_to", "hardlink_to", "touch"}
 # "file function: call": why it loses nothing of the user's.
 REVIEWED = {
     # a directory that this process made with mkdtemp, or that launches() found to be one of ours
-    "launch/launch.py registered: shutil.rmtree(directory, ignore_errors=True)",
-    "launch/launch.py remove_stale: shutil.rmtree(directory, ignore_errors=True)",
-    "launch/launch.py check_node: shutil.rmtree(directory, ignore_errors=True)",
+    "launch/launch.py remove: shutil.rmtree(directory, ignore_errors=True)",
     "launch/supervise.py supervise: shutil.rmtree(temporary, ignore_errors=True)",
     "launch/launch_node.py announce_agent: path.with_suffix('.early').rename(path)",
     # in a directory that is marked as a rehearsal's

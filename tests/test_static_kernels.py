@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -61,30 +62,37 @@ def cann(tmp_path):
     return home, packages
 
 
-def launcher(root: Path, tmp_path: Path, cann, how: str) -> tuple[list[str], dict[str, str]]:
+@pytest.fixture
+def short():
+    """A TMPDIR for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="k", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+def launcher(root: Path, tmp_path: Path, short: Path, cann, how: str) -> tuple[list[str], dict[str, str]]:
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "train_it.sh").write_text("")
     install = f"bash {tmp_path}/install.sh {OWN}"
     (tmp_path / "env.sh").write_text(f"python {tmp_path}/worker.py {OWN} '{install}' {how}; exit")
     variables = {
         "OUTPUT_DIR": str(tmp_path / "out"), "LOG_DIR": str(tmp_path / "logs"), "SKIP_PREFLIGHT": "1",
-        "ASCEND_HOME_PATH": str(cann[0]), "TMPDIR": str(tmp_path),
+        "ASCEND_HOME_PATH": str(cann[0]), "TMPDIR": str(short),
     }  # fmt: skip
     command = ["bash", "ray_start_npu.sh", f"{tmp_path}/train_it.sh", f"{tmp_path}/env.sh"]
     return command, os.environ | variables
 
 
-def test_a_worker_that_is_killed(root, tmp_path, cann):
-    command, environ = launcher(root, tmp_path, cann, "killed")
+def test_a_worker_that_is_killed(root, tmp_path, short, cann):
+    command, environ = launcher(root, tmp_path, short, cann, "killed")
     run = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=600)
     assert run.returncode == 137, run.stderr
     assert [path.name for path in cann[1].iterdir()] == [OTHER]
     assert (cann[1].parent / "removed").read_text().split() == [OWN]  # once
 
 
-def test_a_launcher_that_is_killed(root, tmp_path, cann):
+def test_a_launcher_that_is_killed(root, tmp_path, short, cann):
     """What it left is ended and uninstalled by --stop."""
-    command, environ = launcher(root, tmp_path, cann, "waits")
+    command, environ = launcher(root, tmp_path, short, cann, "waits")
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(command, cwd=root, env=environ, stderr=stderr, start_new_session=True)
         until = time.monotonic() + 300
@@ -97,7 +105,7 @@ def test_a_launcher_that_is_killed(root, tmp_path, cann):
     command = ["bash", "ray_start_npu.sh", "--stop"]
     stop = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=600)
     assert stop.returncode == 0, stop.stderr
-    assert [path.name for path in cann[1].iterdir()] == [OTHER] and not list(tmp_path.glob("ascend-rl-*"))
+    assert [path.name for path in cann[1].iterdir()] == [OTHER] and not list(short.glob("ascend-rl-*"))
 
 
 def test_without_a_launcher_torchair_decides(tmp_path):

@@ -61,6 +61,12 @@ def _graphs(s: Setup, value: str) -> str:
     return _npu(s) or "no graphs are captured: rollout.enforce_eager=False"
 
 
+def _a2(s: Setup, value: str) -> str:
+    return _npu(s) or (
+        "" if s.env.get("NPU_SERIES", "").lower() == "a2" else "for an Atlas A2 (NPU_SERIES=a2)"
+    )
+
+
 def _several_ranks(s: Setup, value: str) -> str:
     return _graphs(s, value) or ("" if s.rollout_dp > 1 else "rollout.data_parallel_size is 1: no other rank")
 
@@ -90,6 +96,7 @@ IDLE: dict[str, Callable[[Setup, str], str]] = {  # {variable, or key: why its v
     "VLLM_SPECULATIVE_BATCH_SIZE_THRE": _speculates,
     "VLLM_FUSED_MOE_CHUNK_SIZE": _experts,
     "CORE_BINDING": _npu,
+    "VERL_NPU_ENABLE_A2_PATCH_VLLM_ASCEND_MC2": _a2,
     OVERLAP: _trained_experts,
     RESHARD: _trained_experts,
     "HDP_COST_MODEL": _hdp,

@@ -145,7 +145,7 @@ class MovableRequests:
         unlike = ["kv_transfer_config", "decode_context_parallel_size", "prefill_context_parallel_size"]
         given = [key for key in unlike if args.get(key) not in (None, 1)]
         fix = "remove it from engine_kwargs.vllm, or set rollout_rebalance.send_kv_tokens=null"
-        refuse("rollout_rebalance.send_kv_tokens", [f"it cannot work with {key}: {fix}" for key in given])
+        refuse("rollout_rebalance.send_kv_tokens", [f"it is incompatible with {key}: {fix}" for key in given])
         about = {"model": self.model_config.local_path} | {key: args.get(key) for key in SAME_KV}
         workers = (args.get("tensor_parallel_size") or 1) * (args.get("pipeline_parallel_size") or 1)
         name = f"{self._master_address}-{self._master_port}"

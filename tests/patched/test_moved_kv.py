@@ -85,5 +85,5 @@ def test_the_connector_is_there_only_if_kv_is_to_be_sent(launch):
     given = (
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_transfer_config={kv_connector:x,kv_role:kv_both}"
     )
-    with pytest.raises(Exception, match="cannot work with kv_transfer_config"):
+    with pytest.raises(Exception, match="is incompatible with kv_transfer_config"):
         launch(f"{rebalance}.enable=True", f"{rebalance}.send_kv_tokens=8", given, device="cpu")
