@@ -1,4 +1,4 @@
-"""experts/eplb.py: valid placements, compared with the exact optimum; few moves; a gate; vLLM's maps."""
+"""experts/eplb.py: valid placements, compared with the exact optimum; few moves; a gate."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
 from ascend_rl.experts import eplb
+from ascend_rl.experts import eplb_search as search
 from ascend_rl.experts.eplb import (
     align,
-    ascend_expert_maps,
     balance,
     copied,
     lower_bound,
@@ -23,7 +23,6 @@ from ascend_rl.experts.eplb import (
     rebalance_table,
     replica_counts,
     update,
-    vllm_maps,
 )
 
 PUBLISHED = np.array([[600.0, 560, 120, 120, 20, 10, 10, 10]])
@@ -86,39 +85,29 @@ def check(load: np.ndarray, placement: np.ndarray, ranks: int, slots: int) -> No
 
 @st.composite
 def problems(draw):
-    """Loads with zeros and ties, and sizes that fit: load, ranks, slots, nodes, groups."""
-    nodes = draw(st.integers(1, 2))
-    ranks = nodes * draw(st.integers(1, 4))
-    groups = nodes * draw(st.integers(1, 3))
-    experts = groups * draw(st.integers(1, 4))
-    least = -(-experts // ranks)
-    slots = draw(st.integers(least, max(least, experts // nodes)))
+    """Loads with zeros and ties, and sizes that fit: load, ranks, slots."""
+    ranks, experts = draw(st.integers(1, 8)), draw(st.integers(1, 12))
+    slots = draw(st.integers(-(-experts // ranks), experts))
     values = st.one_of(st.integers(0, 5), st.integers(0, 1000), st.floats(0, 1e6, allow_subnormal=False))
     rows = draw(st.lists(st.lists(values, min_size=experts, max_size=experts), min_size=1, max_size=3))
-    return np.array(rows, dtype=float), ranks, slots, nodes, groups
+    return np.array(rows, dtype=float), ranks, slots
 
 
 @settings(max_examples=60)
 @given(problems(), st.integers(0, 1000))
 def test_placements_are_valid_and_repeatable(problem, seed):
-    load, ranks, slots, nodes, groups = problem
-    kwargs = {"nodes": nodes, "groups": groups} if nodes > 1 else {}
-    placement = balance(load, ranks, slots, **kwargs)
+    load, ranks, slots = problem
+    placement = balance(load, ranks, slots)
     check(load, placement, ranks, slots)
-    assert np.array_equal(placement, balance(load.copy(), ranks, slots, **kwargs))
+    assert np.array_equal(placement, balance(load.copy(), ranks, slots))
     # From there to other loads: what stays on a rank stays in its slot, and nothing gets worse.
     other = np.random.default_rng(seed).permuted(load, axis=1)
-    moved = balance(other, ranks, slots, current=placement, **kwargs)
+    moved = balance(other, ranks, slots, current=placement)
     check(other, moved, ranks, slots)
     stays = (placement[..., None] == moved[..., None, :]).any(-1)
     assert (placement[stays] == moved[stays]).all()
-    if nodes == 1:
-        peaks = [rank_loads(other, place).max(1) for place in (placement, moved)]
-        assert (peaks[1] <= peaks[0] * (1 + 1e-9)).all()
-    for place in (placement, moved) if nodes > 1 else ():
-        group_of = place.reshape(len(load), nodes, -1) // (load.shape[1] // groups)
-        for group in range(groups):
-            assert ((group_of == group).any(-1).sum(-1) == 1).all()  # on one node
+    peaks = [rank_loads(other, place).max(1) for place in (placement, moved)]
+    assert (peaks[1] <= peaks[0] * (1 + 1e-9)).all()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -181,28 +170,6 @@ def test_without_redundancy_it_only_reorders():
     assert (np.sort(placement.reshape(4, -1)) == np.arange(32)).all()
     in_order = np.tile(np.arange(32).reshape(8, 4), (4, 1, 1))
     assert (rank_loads(load, placement).max(1) < rank_loads(load, in_order).max(1)).all()
-
-
-def test_hierarchical_is_no_worse_than_its_fullest_node():
-    load = np.random.default_rng(1).gamma(1, 100, (4, 64))
-    placement = balance(load, 16, 6, nodes=4, groups=8)
-    node = load.reshape(4, 8, 8).sum(-1)
-    best_node = optimum_reordered(node[0], 4)
-    assert rank_loads(load, placement)[0].reshape(4, 4).sum(1).max() == pytest.approx(best_node, rel=5e-3)
-    drifted = load * np.random.default_rng(2).uniform(0.95, 1.05, load.shape)
-    moved = balance(drifted, 16, 6, nodes=4, groups=8, current=placement, tolerance=0.1)
-    assert copied(placement, moved).sum() < 0.2 * placement.size
-
-
-def test_nodes_that_do_not_limit_a_layer_stay_as_they_are():
-    """Of two nodes the fuller one is balanced; the other is uneven, but no rank of it limits the layer."""
-    load = np.array([[90.0, 60, 5, 5, 9, 8, 1, 1]])
-    current = np.array([[[0, 1], [2, 3], [4, 5], [6, 7]]])
-    moved = balance(load, 4, 2, nodes=2, current=current)
-    assert np.array_equal(moved[0, 2:], current[0, 2:])
-    assert sorted(rank_loads(load, moved)[0]) == [2, 17, 65, 95]
-    # Nor does the fuller one move while it is within the tolerance.
-    assert np.array_equal(balance(load, 4, 2, nodes=2, current=current, tolerance=0.8), current)
 
 
 def optimum_reordered(load: np.ndarray, ranks: int) -> float:
@@ -292,22 +259,6 @@ def test_the_gate_moves_what_pays():
     assert longer.copied[0] > 0
 
 
-def test_maps():
-    placement = balance(np.random.default_rng(5).gamma(1, 1, (2, 8)), 4, 3)
-    maps, experts = vllm_maps(placement, 8), ascend_expert_maps(placement, 8)
-    assert maps.physical_to_logical.shape == (2, 12) and maps.logical_to_physical.shape == (2, 8, 5)
-    for layer in range(2):
-        for expert in range(8):
-            slots = maps.logical_to_physical[layer, expert]
-            where = np.flatnonzero(placement[layer].ravel() == expert).tolist()
-            assert slots[: len(where)].tolist() == where and (slots[len(where) :] == -1).all()
-            assert maps.replicas[layer, expert] == len(where)
-            for rank in range(4):
-                slot = experts[layer, rank, expert]
-                held = placement[layer, rank].tolist()
-                assert held[slot] == expert if slot >= 0 else expert not in held
-
-
 def test_table_of_vllm_ascend():
     load = np.random.default_rng(6).gamma(1, 1000, (3, 16))
     table = np.tile((np.arange(8)[:, None] * 2 + np.arange(3)) % 16, (3, 1, 1))
@@ -327,8 +278,6 @@ def test_table_of_vllm_ascend():
     ({"slots": 1}, "hold 4 of 8 experts"),
     ({"slots": 9}, "hold one twice"),
     ({"ranks": 0}, "at least 1"),
-    ({"nodes": 3}, "nodes=3 must divide"),
-    ({"groups": 3}, "groups=3 must divide"),
     ({"max_moves": 1}, "max_moves"),
     ({"current": np.zeros((1, 4, 2))}, "not \\(1, 4, 3\\)"),
     ({"current": np.zeros((1, 4, 3))}, "no copy of expert 1"),
@@ -358,7 +307,7 @@ def some_layers(count: int, seed: int):
         yield random, w, place, home
 
 
-def changed(place: np.ndarray, move: eplb._Move, full: int) -> np.ndarray:
+def changed(place: np.ndarray, move: search._Move, full: int) -> np.ndarray:
     after = place.copy()
     if move.source >= 0:
         after[full, move.source] = place[move.rank, move.slot]
@@ -366,7 +315,7 @@ def changed(place: np.ndarray, move: eplb._Move, full: int) -> np.ndarray:
     return after
 
 
-def moves_from(place: np.ndarray, full: int, experts: int) -> list[eplb._Move]:
+def moves_from(place: np.ndarray, full: int, experts: int) -> list[search._Move]:
     """Swaps with, copies from and removals on a rank, whether or not they are any good."""
     ranks, slots = place.shape
     counts, here = np.bincount(place.ravel(), minlength=experts), set(place[full].tolist())
@@ -375,11 +324,11 @@ def moves_from(place: np.ndarray, full: int, experts: int) -> list[eplb._Move]:
     for i, a in enumerate(place[full].tolist()):
         for r, j in ((r, j) for r, j in others if a not in place[r]):
             if int(place[r, j]) not in here:
-                found.append(eplb._Move(0, 0, r, j, a, i))
+                found.append(search._Move(0, 0, r, j, a, i))
             if counts[place[r, j]] > 1:
-                found.append(eplb._Move(0, 0, r, j, a, -1))
+                found.append(search._Move(0, 0, r, j, a, -1))
         if counts[a] > 1:
-            found += [eplb._Move(0, 0, full, i, b, -1) for b in range(experts) if b not in here]
+            found += [search._Move(0, 0, full, i, b, -1) for b in range(experts) if b not in here]
     return found
 
 
@@ -401,7 +350,7 @@ def gain_and_cost(w, place, home, move, full) -> tuple[float, int]:
 def test_a_step_is_the_best_of_all_moves_for_what_it_costs(seed):
     kinds = Counter()
     for random, w, place, home in some_layers(60, seed):
-        layer = eplb._follow(w, place.copy(), home)
+        layer = search._follow(w, place.copy(), home)
         full, budget = int(layer.load.argmax()), int(random.integers(0, 3))
         least = 1e-9 * layer.load[full] ** 2
         worths = {}
@@ -409,7 +358,7 @@ def test_a_step_is_the_best_of_all_moves_for_what_it_costs(seed):
             gain, cost = gain_and_cost(w, place, home, move, full)
             if gain > 10 * least and cost <= budget:
                 worths[move[2:]] = gain / max(cost, 0.5), cost
-        best = eplb._best_move(layer, full, budget)
+        best = search._best_move(layer, full, budget)
         if best.worth:
             kinds["swap" if best.source >= 0 else "removal" if best.rank == full else "copy"] += 1
             assert (best.worth, best.cost) == pytest.approx(worths[best[2:]], rel=1e-6)
@@ -421,7 +370,7 @@ def test_a_step_is_the_best_of_all_moves_for_what_it_costs(seed):
 
 def test_what_follows_from_a_placement_is_kept_up_to_date():
     for random, w, place, home in some_layers(60, 2):
-        layer = eplb._follow(w, place.copy(), home)
+        layer = search._follow(w, place.copy(), home)
         for _ in range(4):
             full = int(random.integers(len(place)))
             moves = moves_from(layer.place, full, len(w))
@@ -430,9 +379,9 @@ def test_what_follows_from_a_placement_is_kept_up_to_date():
             move = moves[random.integers(len(moves))]
             expected = changed(layer.place, move, full)
             if move.source >= 0:
-                eplb._swap(layer, full, move.source, move.rank, move.slot)
+                search._swap(layer, full, move.source, move.rank, move.slot)
             else:
-                eplb._replace(layer, move.rank, move.slot, move.expert)
+                search._replace(layer, move.rank, move.slot, move.expert)
             assert np.array_equal(layer.place, expected)
             np.testing.assert_allclose(layer.load, rank_loads(w[None], expected[None])[0], atol=1e-9)
             counts = np.bincount(expected.ravel(), minlength=len(w))
@@ -447,12 +396,12 @@ def test_steps_end_with_the_best_placement_within_the_budget(budget):
         before = np.array([rank_loads(w[None], place[None]).max()])
         home = np.array([np.isin(np.arange(len(w)), row) for row in place]).astype(np.int64)
         found = place.copy()
-        peak = eplb._improve(w, found, w.sum() / len(place), 30, home, budget)
+        peak = search._improve(w, found, w.sum() / len(place), 30, home, budget)
         check(w[None], found[None], *place.shape)
         assert peak == pytest.approx(rank_loads(w[None], found[None]).max()) and peak <= before * (1 + 1e-9)
         assert copied(place[None], found[None]).sum() <= budget
         untouched = place.copy()
-        assert eplb._improve(w, untouched, before[0] * (1 + 1e-9), 30, home, budget) == pytest.approx(
+        assert search._improve(w, untouched, before[0] * (1 + 1e-9), 30, home, budget) == pytest.approx(
             before[0]
         )
         assert np.array_equal(untouched, place)  # it is at the target already
@@ -462,7 +411,7 @@ def test_counts_make_the_largest_copy_smallest():
     for _, w, place, _ in some_layers(40, 4):
         ranks, slots = place.shape
         counts = np.empty(len(w), np.int64)
-        eplb._min_max_counts(w, ranks, slots, counts)
+        search.min_max_counts(w, ranks, slots, counts)
         assert counts.sum() == ranks * slots and counts.min() >= 1 and counts.max() <= ranks
         every = np.array(list(product(range(1, ranks + 1), repeat=len(w)))) if len(w) < 7 else counts[None]
         every = every[every.sum(1) == ranks * slots]
@@ -502,7 +451,7 @@ def test_dealing_follows_longest_processing_time_first():
         layers.append((random.pareto(0.5, experts) + 0.01, counts, ranks, slots))
     for w, counts, ranks, slots in layers:
         dealt = np.full((ranks, slots), -1)
-        eplb._deal_longest(w, counts, dealt)
+        search._deal_longest(w, counts, dealt)
         check(w[None], dealt[None], ranks, slots)
         held, times = deal_plainly(w, counts, ranks, slots)
         assert dealt.tolist() == held
@@ -513,17 +462,17 @@ def test_dealing_follows_longest_processing_time_first():
 def first_stage(w: np.ndarray, ranks: int, slots: int, target: float) -> tuple[float, np.ndarray]:
     """Dealt, then improved by single steps: the peak, and the placement."""
     counts, place = np.empty(len(w), np.int64), np.empty((ranks, slots), np.int64)
-    eplb._min_max_counts(w, ranks, slots, counts)
-    eplb._deal_longest(w, counts, place)
+    search.min_max_counts(w, ranks, slots, counts)
+    search._deal_longest(w, counts, place)
     at_home = np.ones((ranks, len(w)), np.int64)
-    return eplb._improve(w, place, target, 10_000, at_home, eplb.UNLIMITED), place
+    return search._improve(w, place, target, 10_000, at_home, search.UNLIMITED), place
 
 
 def solved(w: np.ndarray, target: float, ranks: int, slots: int, above: float, work: int, layers: int = 1):
-    """[layers] peaks of `_solve_layers` for the same layer, ``layers`` times."""
+    """[layers] peaks of `solve_layers` for the same layer, ``layers`` times."""
     placement = np.empty((layers, ranks, slots), np.int64)
     load = np.tile(w, (layers, 1))
-    eplb._solve_layers(load, np.full(layers, target), above, work, placement)
+    search.solve_layers(load, np.full(layers, target), above, work, placement)
     return rank_loads(load, placement).max(1)
 
 
@@ -555,10 +504,10 @@ def test_searches_end_with_the_work_they_may_do():
         target = float(lower_bound(w[None], 8, 3)[0])
         peak, place = first_stage(w, 8, 3, target)
         counts, once = np.bincount(place.ravel(), minlength=16), place.copy()
-        eplb._search_counts(w, counts, 8, 3, target, peak, 0)
-        eplb._deal_longest(w, counts, once)
+        search._search_counts(w, counts, 8, 3, target, peak, 0)
+        search._deal_longest(w, counts, once)
         at_home = np.ones((8, 16), np.int64)
-        reached = eplb._improve(w, once, target, 10_000, at_home, eplb.UNLIMITED)
+        reached = search._improve(w, once, target, 10_000, at_home, search.UNLIMITED)
         assert solved(w, target, 8, 3, 1.0, 0, layers=2) == pytest.approx([min(reached, peak)] * 2)
         fewer += solved(w, target, 8, 3, 1.0, eplb.DEALT_COPIES)[0] < min(reached, peak) * (1 - 1e-6)
     assert fewer > 0
@@ -578,21 +527,21 @@ def test_the_excess_of_counts_is_that_of_dealing_in_rounds():
         ranks, slots = place.shape
         counts = np.bincount(place.ravel(), minlength=len(w))
         share, order = w / counts, np.arange(len(w))
-        eplb._sort_descending(share, order)
+        search._sort_descending(share, order)
         assert order.tolist() == np.argsort(-share, kind="stable").tolist()
         for _ in range(3):
             a, b = random.integers(len(w), size=2)
             if counts[a] > 1:
-                eplb._set_count(w, counts, share, order, int(a), -1)
-                eplb._set_count(w, counts, share, order, int(b), 1)
+                search._set_count(w, counts, share, order, int(a), -1)
+                search._set_count(w, counts, share, order, int(b), 1)
         assert sorted(order) == list(range(len(w))) and (np.diff(share[order]) <= 0).all()
         np.testing.assert_allclose(share, w / counts)
         target = float(w.sum() / ranks * random.uniform(0.8, 1.3))
         scratch = np.empty(ranks), np.empty(ranks * slots)
-        found = eplb._excess(share, counts, order, slots, target, *scratch, np.inf)
+        found = search._excess(share, counts, order, slots, target, *scratch, np.inf)
         assert found == pytest.approx(excess_in_rounds(w, counts, ranks, target), abs=1e-9)
         if found:  # it may stop early, but only above what is enough
-            assert found / 2 < eplb._excess(share, counts, order, slots, target, *scratch, found / 2)
+            assert found / 2 < search._excess(share, counts, order, slots, target, *scratch, found / 2)
 
 
 def test_the_search_finds_counts_with_less_excess():
@@ -602,11 +551,11 @@ def test_the_search_finds_counts_with_less_excess():
         ranks, slots = 8, 3
         w = random.pareto(1.2, 16) * 100 + 1
         counts = np.empty(16, np.int64)
-        eplb._min_max_counts(w, ranks, slots, counts)
+        search.min_max_counts(w, ranks, slots, counts)
         target = float(lower_bound(w[None], ranks, slots)[0])
         before = excess_in_rounds(w, counts, ranks, target)
         peak = target + before**0.5
-        eplb._search_counts(w, counts, ranks, slots, target, peak, seed)
+        search._search_counts(w, counts, ranks, slots, target, peak, seed)
         assert counts.sum() == ranks * slots and counts.min() >= 1 and counts.max() <= ranks
         if before > 0:
             ratios.append(excess_in_rounds(w, counts, ranks, target) / before)
@@ -625,13 +574,13 @@ def pair_layers(count: int, seed: int, ranks: int = 32):
     for _ in range(count):
         experts = int(random.integers(ranks // 2, 2 * ranks - 4))
         w, counts = random.pareto(1.2, experts) + 0.01, np.empty(experts, np.int64)
-        eplb._min_max_counts(w * random.uniform(0.5, 1.5, experts), ranks, 2, counts)
+        search.min_max_counts(w * random.uniform(0.5, 1.5, experts), ranks, 2, counts)
         yield random, w, counts
 
 
 def set_goal(w: np.ndarray, counts: np.ndarray, goal: float) -> tuple[float, np.ndarray]:
-    lack = np.empty(eplb.BINS, np.float32)
-    return float(eplb._set_goal(w, counts, goal, lack, np.zeros(len(w), bool))), lack
+    lack = np.empty(search.BINS, np.float32)
+    return float(search._set_goal(w, counts, goal, lack, np.zeros(len(w), bool))), lack
 
 
 def test_pairs_fit_below_a_goal_if_no_partner_is_missing():
@@ -641,15 +590,15 @@ def test_pairs_fit_below_a_goal_if_no_partner_is_missing():
         peak = folded(w, counts)
         goal = peak * random.uniform(0.8, 1.1)
         missing, lack = set_goal(w, counts, goal)
-        d = (np.repeat(w / counts, counts) / (goal / 2) - 1) * (eplb.BINS - 2)
-        k = np.arange(eplb.BINS)[:, None]
+        d = (np.repeat(w / counts, counts) / (goal / 2) - 1) * (search.BINS - 2)
+        k = np.arange(search.BINS)[:, None]
         larger, smaller = (np.ceil(d) >= np.maximum(k, 1)).sum(1), ((d <= 0) & (np.ceil(d) <= -k)).sum(1)
-        assert k[-1] == eplb.BINS - 1 and np.array_equal(lack[:-1], (larger - smaller)[:-1])
+        assert k[-1] == search.BINS - 1 and np.array_equal(lack[:-1], (larger - smaller)[:-1])
         assert lack[-1] == (np.repeat(w / counts, counts) > goal).sum()
         assert missing == np.maximum(lack, 0).sum()
         assert missing > 0 or peak <= goal * (1 + 1e-9)
         above += missing > 0
-        assert set_goal(w, counts, peak * (1 + 2.1 / (eplb.BINS - 2)))[0] == 0
+        assert set_goal(w, counts, peak * (1 + 2.1 / (search.BINS - 2)))[0] == 0
     assert 0 < above < 40
 
 
@@ -657,21 +606,21 @@ def test_a_move_changes_what_is_missing_as_counting_again_would():
     for random, w, counts in pair_layers(20, 10):
         goal = folded(w, counts) * random.uniform(0.9, 1.0)
         lack = set_goal(w, counts, goal)[1]
-        fewer, more = (np.full((len(w), eplb.BINS), np.nan, np.float32) for _ in range(2))
+        fewer, more = (np.full((len(w), search.BINS), np.nan, np.float32) for _ in range(2))
         several = np.empty(len(w), np.int64)
-        found = several[: eplb._with_copies(counts, several)].tolist()
+        found = several[: search._with_copies(counts, several)].tolist()
         assert found == np.flatnonzero(counts > 1).tolist()
         for a in random.choice(found, 2):
             b = int(random.choice([e for e in range(len(w)) if e != a]))
             known = np.zeros(len(w), bool)
-            eplb._set_changes(w, counts, goal, int(a), known, fewer, more)
-            eplb._set_changes(w, counts, goal, b, known, fewer, more)
+            search._set_changes(w, counts, goal, int(a), known, fewer, more)
+            search._set_changes(w, counts, goal, b, known, fewer, more)
             assert np.flatnonzero(known).tolist() == sorted([a, b])
             after = counts.copy()
             after[[a, b]] += [-1, 1]
             missing, changed_lack = set_goal(w, after, goal)
             assert np.array_equal(lack + fewer[a] + more[b], changed_lack)
-            assert eplb._missing_after(lack, fewer, a, more, b) == missing
+            assert search._missing_after(lack, fewer, a, more, b) == missing
 
 
 def test_the_search_by_pairs_lowers_the_peak():
@@ -679,13 +628,13 @@ def test_the_search_by_pairs_lowers_the_peak():
     for seed, (_, w, counts) in enumerate(pair_layers(4, 11)):
         bound = float(lower_bound(w[None], 32, 2)[0])
         found, peak = counts.copy(), folded(w, counts)
-        eplb._search_pairs(w, found, 32, bound, peak, seed)
+        search._search_pairs(w, found, 32, bound, peak, seed)
         assert found.sum() == 64 and found.min() >= 1 and found.max() <= 32
         assert folded(w, found) <= peak * (1 + 1e-9)
         gains.append((folded(w, found) / bound - 1) / (peak / bound - 1 + 1e-9))
         # With a target that is reached already nothing changes.
         same = counts.copy()
-        eplb._search_pairs(w, same, 32, peak * 1.1, peak * 1.1, seed)
+        search._search_pairs(w, same, 32, peak * 1.1, peak * 1.1, seed)
         assert np.array_equal(same, counts)
     assert np.median(gains) < 0.5
 
@@ -715,7 +664,7 @@ def test_random_numbers_are_marsaglias():
     for _ in range(50):
         for shift in (13, -7, 17):
             expected ^= (expected << shift if shift > 0 else expected >> -shift) & (2**64 - 1)
-        state = int(eplb._next(np.uint64(state)))
+        state = int(search._next(np.uint64(state)))
         assert state == expected
 
 
@@ -723,11 +672,11 @@ def test_a_shaken_placement_is_valid_and_a_few_steps_away():
     steps = Counter()
     for index, (_, w, place, _) in enumerate(some_layers(60, 8)):
         shaken, counts = place.copy(), np.zeros(len(w), np.int64)
-        eplb._shake(shaken, counts, index)
+        search._shake(shaken, counts, index)
         check(w[None], shaken[None], *place.shape)
         assert np.array_equal(counts, np.bincount(shaken.ravel(), minlength=len(w)))
         steps[int((shaken != place).sum())] += 1
-    assert max(steps) <= 2 * eplb.SHAKES and len(steps) > 5
+    assert max(steps) <= 2 * search.SHAKES and len(steps) > 5
 
 
 @pytest.mark.parametrize("change, message", [
@@ -753,13 +702,7 @@ def test_a_table_and_its_load_have_the_same_shape(table, load):
 
 @pytest.mark.parametrize("sizes, message", [
     ({"slots": 0}, "at least 1"),
-    ({"nodes": 0}, "nodes=0 must divide"),
-    ({"nodes": 2, "ranks": 3, "slots": 3}, "nodes=2 must divide 3 ranks"),
-    ({"nodes": 3, "ranks": 6}, "nodes=3 must divide 6 ranks and 8 experts"),
-    ({"nodes": 2, "slots": 5}, "4 experts to choose from"),
-    ({"nodes": 2, "groups": 1}, "groups=1 must"),
     ({"max_moves": -1, "current": np.arange(16).reshape(1, 8, 2) % 8}, ">= 0 limits"),
-    ({"max_moves": 1, "current": np.arange(16).reshape(1, 8, 2) % 8, "nodes": 2}, "in the global mode"),
 ])  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):

@@ -7,6 +7,16 @@ import pytest
 LAYERS, RANKS, SLOTS, EXPERTS = 3, 4, 3, 8
 
 
+def expert_maps(placement):
+    """[layers, ranks, experts] the slot of each expert on each rank, or -1: vllm-ascend's expert maps."""
+    import numpy as np
+
+    maps = np.full((*placement.shape[:2], EXPERTS), -1, dtype=np.int64)
+    slots = np.broadcast_to(np.arange(placement.shape[2]), placement.shape)
+    np.put_along_axis(maps, placement, slots, 2)
+    return maps
+
+
 def updates(policy: int, action: str) -> dict:
     """One update through the worker process and the updator of rank 0; ``action`` goes wrong on the way."""
     import io
@@ -19,7 +29,6 @@ def updates(policy: int, action: str) -> dict:
     import torch
     import torch.distributed as dist
 
-    from ascend_rl.experts.eplb import ascend_expert_maps
     from vllm_ascend.eplb.core.eplb_worker import EplbProcess
     from vllm_ascend.eplb.eplb_updator import EplbUpdator
 
@@ -32,7 +41,7 @@ def updates(policy: int, action: str) -> dict:
         eplb = EplbProcess(shared, policy)
         process = eplb._launch_process()
         if action != "no maps":
-            shared["expert_maps"] = torch.from_numpy(ascend_expert_maps(table, EXPERTS)).int()
+            shared["expert_maps"] = torch.from_numpy(expert_maps(table)).int()
         shared["moe_load"] = torch.from_numpy(load)
         config = SimpleNamespace(
             expert_map_path=None, expert_map_record_path=None, num_iterations_eplb_update=1, gate_eplb=False,
@@ -67,12 +76,12 @@ def updates(policy: int, action: str) -> dict:
 def test_the_worker_sends_our_placement(npu_ground):
     import numpy as np
 
-    from ascend_rl.experts.eplb import ascend_expert_maps, rebalance_table
+    from ascend_rl.experts.eplb import rebalance_table
 
     done = npu_ground.run(updates, 4, "")
     assert done["policy"] == "VllmAscendPolicy"
     changed, _, new = rebalance_table(done["table"], done["load"])
-    maps = ascend_expert_maps(new, EXPERTS)
+    maps = expert_maps(new)
     assert changed and done["maps"] == maps.tolist()  # the worker has taken back no layer
     flat = new.reshape(LAYERS, -1)
     for layer, (own_map, log2phy) in enumerate(done["sent"]):

@@ -262,15 +262,13 @@ def planned_layers(policy: int) -> list[int]:
 
     import torch.distributed as dist
 
-    from ascend_rl.experts.eplb import ascend_expert_maps
     from vllm_ascend.eplb.core.eplb_worker import EplbWorker
 
     load = torch.tensor([[[9, 1], [2, 1]], [[1, 1], [1, 1]], [[1, 2], [1, 9]]])
-    table = torch.tensor([[[0, 1], [2, 3]]] * 3)
+    maps = torch.tensor([[[0, 1, -1, -1], [-1, -1, 0, 1]]] * 3)  # the slot of each expert on each rank
     with tempfile.TemporaryDirectory() as directory:
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
-        maps = torch.from_numpy(ascend_expert_maps(table.numpy(), 4)).int()
-        worker = EplbWorker({"expert_maps": maps, "moe_load": load}, policy)
+        worker = EplbWorker({"expert_maps": maps.int(), "moe_load": load}, policy)
         layers = [layer for *_, layer in worker.do_update()]
         dist.destroy_process_group()
     return layers
