@@ -19,128 +19,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 
-from ascend_rl.recipe.math_text import GREEK, TEXT, clean, quickly
+from ascend_rl.recipe.math_expression import FUNCTIONS, LETTERS, Expression, degree_tokens, equal_expressions
+from ascend_rl.recipe.math_text import TEXT, clean, quickly
+from ascend_rl.recipe.math_tokens import NotMath, Token, lex, spelled, split, whole_bracket, with_depth
 
 MEMORY_BYTES = 4 << 30
-
-# Tokens.
-
-
-class NotMath(ValueError):
-    """The grammar does not know this text."""
-
-
-class Token(NamedTuple):
-    kind: str  # number, word, text (a word in \text), command, or other
-    value: str
-    spaced: bool = False  # white space before it
-
-
-_TOKEN = re.compile(
-    rf"(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE](?:-?\d{{1,4}}|\+\d{{2,4}})(?![\dA-Za-z.]))?)"
-    rf"|(?P<text>{TEXT}\s?\{{[^{{}}]*\}})"
-    r"|(?P<command>\\(?:[A-Za-z]+|.))|(?P<word>[A-Za-z]+)|(?P<cjk>[\u3400-\u9fff]+)|(?P<space>\s+)|(?P<other>.)",
-    re.S,
-)
-
-
-def lex(text: str, thousands: bool) -> list[Token]:
-    """The tokens of a cleaned text; ``thousands`` reads 1,234 outside brackets as one number."""
-    tokens: list[Token] = []
-    spaced = False
-    for match in _TOKEN.finditer(text):
-        kind, value = match.lastgroup, match[0]
-        if kind == "space":
-            spaced = True
-            continue
-        if kind == "text":
-            inner = value[value.index("{") + 1 : -1]
-            words = lex(inner, False)
-            single = len(inner.strip()) == 1 and not value.startswith(("\\text", "\\mbox"))
-            for place, token in enumerate(words):
-                kind = "text" if token.kind == "word" and not single else token.kind
-                tokens.append(Token(kind, token.value, token.spaced or spaced or place == 0))
-            spaced = True
-            continue
-        if kind == "cjk":
-            kind = "text"
-        tokens.append(Token(kind, value, spaced))
-        spaced = False
-    return _joined(tokens) if thousands else tokens
-
-
-def _joined(tokens: list[Token]) -> list[Token]:
-    """Tokens with 1 , 234 , 567 outside brackets joined to one number."""
-    out: list[Token] = []
-    joined = -1  # the place of a number that has three digits after each comma so far
-    for depth, token in _with_depth(tokens):
-        goes_on = (
-            depth == 0 and token.kind == "number" and not token.spaced and len(out) > 1
-            and out[-1].value == "," and not out[-1].spaced and out[-2].value.isdigit()
-            and token.value[:3].isdigit() and len(token.value.partition(".")[0]) == 3
-            and (len(out[-2].value) <= 3 or joined == len(out) - 2)
-        )  # fmt: skip
-        if goes_on:
-            out[-2:] = [Token("number", out[-2].value + token.value, out[-2].spaced)]
-            joined = len(out) - 1
-        else:
-            out.append(token)
-    return out
-
-
-OPENING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\lbrace": "\\rbrace", "\\langle": "\\rangle",
-           "\\lfloor": "\\rfloor", "\\lceil": "\\rceil", "\\lvert": "\\rvert"}  # fmt: skip
-CLOSING = set(OPENING.values())
-
-
-def _with_depth(tokens: list[Token]) -> Iterable[tuple[int, Token]]:
-    depth = 0
-    for token in tokens:
-        if token.value in CLOSING:
-            depth -= 1
-        yield depth, token
-        if token.value in OPENING:
-            depth += 1
-
-
-def split(tokens: list[Token], separates: Callable[[Token], bool]) -> tuple[list[list[Token]], list[str]]:
-    """The parts outside brackets, and what separates them."""
-    parts: list[list[Token]] = [[]]
-    found = []
-    for depth, token in _with_depth(tokens):
-        if depth == 0 and separates(token):
-            parts.append([])
-            found.append(token.value)
-        else:
-            parts[-1].append(token)
-    return parts, found
-
-
-def whole_bracket(tokens: list[Token]) -> bool:
-    """The first token opens a bracket that the last one closes."""
-    if len(tokens) < 2 or tokens[0].value not in OPENING or tokens[-1].value not in CLOSING:
-        return False
-    return all(depth > 0 for depth, _ in list(_with_depth(tokens))[1:-1])
-
-
-def spelled(tokens: Iterable[Token]) -> str:
-    """The text of tokens, without white space between symbols."""
-    words: list[str] = []
-    for token in tokens:
-        if words and token.spaced and words[-1][-1].isalnum() and token.value[0].isalnum():
-            words.append(" ")
-        words.append(token.value)
-    text = "".join(words)
-    return text.casefold() if any(token.kind == "text" for token in tokens) else text
-
-
-# Structures.
 
 
 @dataclass(frozen=True)
@@ -359,7 +248,7 @@ def name(tokens: list[Token]) -> tuple[str, bool] | None:
         return None  # |x| = 5 has two solutions
     main: list[Token] = []
     depth_of_index = None
-    for depth, token in _with_depth(tokens):
+    for depth, token in with_depth(tokens):
         if token.value == "_" and depth == 0:
             depth_of_index = "next"
         elif depth_of_index == "next":
@@ -467,7 +356,7 @@ def quantity(tokens: list[Token]) -> Number:
         elif len(body) > 4 and body[-4].value == "^" and body[-3].value == "{" and body[-2].value in "23":
             power, body = body[-2].value, body[:-4]
         last = body[-1]
-        degree = _degree(rest)
+        degree = degree_tokens(rest)
         if degree and not any(token.value.strip("\\") in FUNCTIONS for token in rest):
             words.insert(0, "deg")
             rest = rest[:-degree]
@@ -501,16 +390,6 @@ def quantity(tokens: list[Token]) -> Number:
     decimal = re.fullmatch(r"0*(\d*)\.(\d+)", digits[0]) if len(digits) == 1 else None
     places = len(decimal[2]) if decimal and len((decimal[1] + decimal[2]).lstrip("0")) >= 6 else 0
     return Number(expression, unit(words or money), percent, places)
-
-
-def _degree(tokens: list[Token]) -> int:
-    """How many tokens at the end are a degree sign."""
-    values = [token.value for token in tokens[-4:]]
-    if values[-1:] == ["\\degree"]:
-        return 1
-    if values[-2:] in (["^", "\\circ"], ["^", "o"]):
-        return 2
-    return 4 if values in (["^", "{", "\\circ", "}"],) else 0
 
 
 def _compound(tokens: list[Token]) -> str:
@@ -549,287 +428,6 @@ def unit(words: list[str]) -> str:
     if not known or (len(last) > 1 and not (len(last) == 2 and last[0] == "deg")):
         return known if known in ("celsius", "fahrenheit") else ""
     return f"{known}^{exponent}" if exponent else known + power
-
-
-# Expressions.
-
-FUNCTIONS = {name: name for name in "sin cos tan cot sec csc sinh cosh tanh exp sqrt asin acos atan".split()}
-FUNCTIONS |= {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot"}
-FUNCTIONS |= dict.fromkeys(("ln", "log", "lg"), "log")
-LETTERS = {*GREEK, *(letter.title() for letter in GREEK), "varepsilon", "varphi", "vartheta", "ell", "hbar"}
-INFINITY = {"\\infty", "infty", "infinity", "inf"}
-OPAQUE = set(r"\overline \vec \hat \bar \widehat \overrightarrow \mathbf \mathcal \mathbb".split())
-CALCULUS = {"\\sum", "\\prod", "\\int", "\\lim"}
-
-
-class Expression:
-    """A sympy expression of tokens, by recursive descent; raises NotMath for what it does not know."""
-
-    def __init__(self, tokens: list[Token]):
-        self.tokens = [part for token in tokens for part in _letters(token)]
-        self.place, self.bars = 0, 0
-
-    def whole(self) -> Any:
-        if any(token.value in CALCULUS for token in self.tokens):
-            return _calculus(self.tokens)
-        found = self.sum()
-        if self.place != len(self.tokens):
-            raise NotMath
-        return found
-
-    def peek(self, ahead: int = 0) -> str:
-        return self.tokens[self.place + ahead].value if self.place + ahead < len(self.tokens) else ""
-
-    def take(self, *values: str) -> bool:
-        if self.peek() in values and self.peek():
-            self.place += 1
-            return True
-        return False
-
-    def need(self, value: str) -> None:
-        if not self.take(value):
-            raise NotMath
-
-    def sum(self) -> Any:
-        negative = self.sign()
-        found = -self.product() if negative else self.product()
-        while self.peek() in ("+", "-"):
-            negative = self.sign()
-            other = self.product()
-            found = found - other if negative else found + other
-        return found
-
-    def sign(self) -> bool:
-        negative = False
-        while self.peek() in ("+", "-") and self.peek():
-            negative ^= self.peek() == "-"
-            self.place += 1
-        return negative
-
-    def product(self) -> Any:
-        found, divided = self.mixed(), False
-        while self.place < len(self.tokens):
-            if self.take("\\cdot", "\\times", "*", "\\ast"):
-                negative = self.sign()
-                found, divided = found * self.power() * (-1 if negative else 1), False
-            elif self.take("/", "\\div"):
-                negative = self.sign()
-                below = self.power()
-                if below.is_zero:
-                    raise NotMath
-                found, divided = found / below * (-1 if negative else 1), True
-            elif self.starts():
-                if divided or self.tokens[self.place].kind == "number":
-                    raise NotMath  # 1/2x has two meanings, and so has 2 3
-                found *= self.power()
-            else:
-                break
-        return sympy.sympify(found)
-
-    def starts(self) -> bool:
-        token = self.tokens[self.place]
-        if token.kind == "number" or token.kind == "word":
-            return True
-        if token.kind == "command":
-            return token.value not in CLOSING
-        return token.value in ("(", "[", "{") or (token.value == "|" and not self.bars)
-
-    def mixed(self) -> Any:
-        r"""A factor, or a mixed number such as 1 3/4 and 1\frac{3}{4}."""
-        start, tokens = self.place, list(self.tokens)
-        first, second = (tokens[start:] + [Token("", "")] * 2)[:2]
-        if first.kind == "number" and first.value.isdigit():
-            if second.value == "\\frac":
-                self.place += 2
-                above, below = self.argument(digit=True), self.argument(digit=True)
-                if above.is_Integer and below.is_Integer:
-                    if not 0 < above < below:
-                        raise NotMath
-                    return sympy.Integer(first.value) + above / below
-            elif second.kind == "number" and self.peek(2) == "/":
-                above, below = self.peek(1), self.peek(3)
-                if not (above.isdigit() and below.isdigit() and 0 < int(above) < int(below)):
-                    raise NotMath
-                self.place += 4
-                return sympy.Integer(first.value) + sympy.Rational(int(above), int(below))
-            self.place, self.tokens = start, tokens
-        return self.power()
-
-    def power(self) -> Any:
-        base = self.atom()
-        while self.place < len(self.tokens):
-            if self.peek() == "!" and self.peek(1) != "!":
-                self.place += 1
-                base = sympy.factorial(base)
-            elif self.peek() == "^":
-                degrees = [_degree(self.tokens[self.place : self.place + count]) for count in (2, 4)]
-                if degrees[0] == 2 or degrees[1] == 4:
-                    self.place += max(degrees)
-                    base *= sympy.pi / 180
-                    continue
-                self.place += 1
-                negative = self.sign()
-                exponent = self.argument()
-                if base.is_zero and exponent.is_zero:
-                    raise NotMath
-                base = base ** (-exponent if negative else exponent)
-                if self.peek() == "^":
-                    raise NotMath
-            else:
-                break
-        return base
-
-    def argument(self, digit: bool = False) -> Any:
-        """A group in braces or one token; with ``digit`` the first digit of a number, as TeX reads it."""
-        if self.take("{"):
-            found = self.sum()
-            self.need("}")
-            return found
-        token = self.tokens[self.place] if self.place < len(self.tokens) else Token("", "")
-        if token.kind == "number" and digit and len(token.value) > 1:
-            if not token.value.isdigit():
-                raise NotMath
-            self.tokens[self.place] = Token("number", token.value[1:])
-            return sympy.Integer(token.value[0])
-        return self.atom()
-
-    def atom(self) -> Any:
-        if self.place >= len(self.tokens):
-            raise NotMath
-        kind, text, _ = self.tokens[self.place]
-        self.place += 1
-        bare = text.removeprefix("\\")
-        if kind == "number":
-            found = sympy.Rational(text)
-            return self.indexed(text) if self.peek() == "_" else found
-        if text in ("(", "[", "{"):
-            found = self.inside(OPENING[text])
-            return found
-        if text == "|" and not self.bars:
-            self.bars += 1
-            found = self.sum()
-            self.bars -= 1
-            self.need("|")
-            return sympy.Abs(found)
-        if text in ("\\lvert", "\\lfloor", "\\lceil"):
-            found = self.inside(OPENING[text])
-            return {"\\lvert": sympy.Abs, "\\lfloor": sympy.floor, "\\lceil": sympy.ceiling}[text](found)
-        if text in INFINITY:
-            return sympy.oo
-        if text == "\\frac":
-            above, below = self.argument(digit=True), self.argument(digit=True)
-            if below.is_zero:
-                raise NotMath
-            return above / below
-        if text == "\\binom":
-            return sympy.binomial(self.argument(digit=True), self.argument(digit=True))
-        if bare == "sqrt":
-            degree = self.inside("]") if self.take("[") else 2
-            return sympy.root(self.argument(), degree)
-        if bare in FUNCTIONS and kind in ("word", "command"):
-            return self.function(bare)
-        if text in OPAQUE:
-            start = self.place
-            self.need("{")
-            depth = 1
-            while depth and self.place < len(self.tokens):
-                depth += (self.peek() == "{") - (self.peek() == "}")
-                self.place += 1
-            return sympy.Symbol(text + spelled(self.tokens[start : self.place]), real=True)
-        if bare == "pi" and self.peek() != "_":
-            return sympy.pi
-        if kind == "word" or bare in LETTERS:
-            if self.peek() == "_":
-                return self.indexed(bare)
-            if self.peek() == "'":
-                raise NotMath
-            return {"e": sympy.E, "i": sympy.I}.get(text) or sympy.Symbol(bare, real=True)
-        raise NotMath
-
-    def inside(self, closing: str) -> Any:
-        bars, self.bars = self.bars, 0
-        found = self.sum()
-        self.need(closing)
-        self.bars = bars
-        return found
-
-    def indexed(self, base: str) -> Any:
-        """A symbol with an index, or a number with its base: both are names."""
-        self.need("_")
-        start = self.place
-        if self.take("{"):
-            while self.peek() and self.peek() != "}":
-                self.place += 1
-            index = spelled(self.tokens[start + 1 : self.place])
-            self.need("}")
-        else:
-            index = self.peek()
-            self.place += 1
-        if not index:
-            raise NotMath
-        return sympy.Symbol(f"{base}_{index}", real=True)
-
-    def function(self, known: str) -> Any:
-        base = sympy.Symbol("base of log", positive=True) if known == "log" else sympy.Integer(10)
-        exponent = None
-        while self.peek() in ("^", "_") and self.peek():
-            if self.take("_"):
-                if known != "log":
-                    raise NotMath
-                base = self.argument()
-            else:
-                self.place += 1
-                negative = self.sign()
-                exponent = self.argument() * (-1 if negative else 1)
-        if self.take("(", "{", "["):
-            inner = self.inside(OPENING[self.tokens[self.place - 1].value])
-        else:
-            inner = self.power()
-            while self.place < len(self.tokens) and self.starts() and self.peek() != "(":
-                token = self.tokens[self.place]
-                if token.kind == "number" or token.value.removeprefix("\\") in FUNCTIONS:
-                    break
-                inner *= self.power()
-        name = FUNCTIONS[known]
-        if exponent == -1 and name in ("sin", "cos", "tan", "cot"):
-            name, exponent = f"a{name}", None
-        found = getattr(sympy, name)(inner)
-        if known in ("log", "lg"):
-            found = found / sympy.log(base)
-        return found if exponent is None else found**exponent
-
-
-def _letters(token: Token) -> list[Token]:
-    """A word as the product of its letters, where it can be one."""
-    text = token.value
-    if token.kind != "word" or len(text) == 1 or text in FUNCTIONS or text in LETTERS or text in INFINITY:
-        return [token]
-    if text[:-1] in FUNCTIONS and text[:-1] != "sqrt":
-        return [Token("word", text[:-1], token.spaced), Token("word", text[-1])]
-    if text[-2:] == "pi":
-        return [*_letters(Token("word", text[:-2], token.spaced)), Token("word", "pi")]
-    if len(text) > 2 and set(text.lower()) & set("eiou"):
-        raise NotMath
-    return [Token("word", letter, token.spaced and not place) for place, letter in enumerate(text)]
-
-
-def _calculus(tokens: list[Token]) -> Any:
-    """Sums, products, integrals and limits: latex2sympy knows them."""
-    from latex2sympy2_extended import latex2sympy
-    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
-
-    config = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
-    text = " ".join(token.value for token in tokens)
-    if "'" in text or '"' in text:
-        raise NotMath
-    try:
-        found = latex2sympy(text, is_real=True, normalization_config=None, conversion_config=config).doit()
-    except Exception as error:
-        raise NotMath from error
-    return found
-
-
-# Equality.
 
 
 def same(one: Any, other: Any) -> bool:
@@ -956,29 +554,6 @@ def _rounded(decimal: Number, exact: Number) -> bool:
     if sympy.simplify(exact.value).is_Rational:
         return False
     return bool(abs(decimal.value - exact.value).evalf(30) * 2 <= sympy.Rational(1, 10**decimal.places))
-
-
-TINY, NOISE = sympy.Float("1e-15"), sympy.Float("1e-20")  # what differs less has to be proved equal
-
-
-def equal_expressions(one: Any, other: Any) -> bool:
-    """Whether the difference is proved to be zero."""
-    if one == other:
-        return not one.has(sympy.nan, sympy.zoo)
-    if one.is_Rational and other.is_Rational:
-        return False
-    if one.has(sympy.nan, sympy.zoo, sympy.oo) or other.has(sympy.nan, sympy.zoo, sympy.oo):
-        return False
-    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
-    points = [(7, 11), (13, 5), (3, 17)] if symbols else [(1, 1)]
-    for above, below in points:
-        place = {symbol: sympy.Rational(above + 2 * n, below + n) for n, symbol in enumerate(symbols)}
-        left, right = (side.subs(place).evalf(30) for side in (one, other))
-        if left.is_number and right.is_number and left.is_finite and right.is_finite:
-            if abs(left - right) > (abs(left) + abs(right)) * TINY + NOISE:
-                return False
-    difference = one - other
-    return sympy.simplify(difference) == 0 or difference.equals(0) is True
 
 
 _CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])(?:[).:](?!\d)|$)) ?(.*)", re.S)
