@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numba import njit
@@ -145,36 +144,6 @@ class Plan:
     dp: int
     makespan: float
     bound: float
-
-    @cached_property
-    def order(self) -> np.ndarray:
-        """[N] sequences sorted by CP group, micro-batch and rank."""
-        return np.lexsort((self.first, self.micro_batch, self.group))
-
-    @cached_property
-    def inverse(self) -> np.ndarray:
-        """[N] ``batch[order][inverse]`` is the original batch."""
-        return np.argsort(self.order)
-
-    @cached_property
-    def weights(self) -> np.ndarray:
-        """[N] the factor by which a rank multiplies the mean loss of a sequence, if gradients are averaged
-        over all ranks.
-
-        Each rank of a ring computes the loss of the ring's sequences, so a sequence is counted ``size``
-        times: its weight is ranks / (N * size), and the average over ranks is the mean over sequences.
-        """
-        return self.cp * self.dp / (len(self.size) * self.size)
-
-    def units(self, micro_batch: int, group: int) -> list[tuple[int, int, list[int]]]:
-        """(first rank, ranks, sequences) of each ring, by first rank."""
-        chosen = np.flatnonzero((self.micro_batch == micro_batch) & (self.group == group))
-        firsts = sorted(set(self.first[chosen].tolist()))
-        return [
-            (first, int(self.size[members[0]]), members.tolist())
-            for first in firsts
-            for members in [chosen[self.first[chosen] == first]]
-        ]
 
 
 @njit(cache=True)
