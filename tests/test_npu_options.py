@@ -118,7 +118,9 @@ def test_what_contradicts_is_refused(name):
     assert len(found) == 1 and said in " ".join(found[0])
     facts = {"tp": facts.pop("shared_by", 1)} | facts
     variables = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"} | facts.pop("environ", {})
-    with pytest.raises(CannotWork, match="engine_kwargs.vllm is incompatible with this configuration") as error:
+    with pytest.raises(
+        CannotWork, match="engine_kwargs.vllm is incompatible with this configuration"
+    ) as error:
         engine_options(options, rollout(**facts), "npu", variables)
     assert str(error.value).splitlines()[1:] == ["  {}: {}; {}".format(*found[0])]
 

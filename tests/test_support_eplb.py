@@ -52,7 +52,9 @@ def test_slots_of_a_rank():
         [True, True],
         [False, False],
     ]
-    with pytest.raises(CannotWork, match="2 redundant experts is incompatible(.|\n)*init_redundancy_expert=0"):
+    with pytest.raises(
+        CannotWork, match="2 redundant experts is incompatible(.|\n)*init_redundancy_expert=0"
+    ):
         in_slots(slots, rank=1, each=3, redundant=2)
 
 
