@@ -218,7 +218,7 @@ RECIPE = "internal/train_grpo_qwen3_235b_128die_true_weight.sh"
 @pytest.fixture
 def big(tmp_path, root, monkeypatch) -> Path:
     """A run of a recipe for NPUs, as the launcher and Hydra describe it."""
-    from ascend_rl.preflight import dry_run, verl_config
+    from ascend_rl.lint import dry_run, verl_config
 
     monkeypatch.chdir(root)
     run = write(tmp_path / "big", records())

@@ -332,7 +332,7 @@ def check_inputs(plan: Plan) -> None:
     """
     if plan.on("SKIP_PREFLIGHT"):
         return
-    from ascend_rl.preflight.lint import lint  # Hydra: 0.4 s that a run does not need
+    from ascend_rl.lint.lint import lint  # Hydra: 0.4 s that a run does not need
 
     with mock.patch.dict(os.environ, plan.environment()):
         found = lint(plan.script, plan.env_script or None, plan.overrides, here=plan.role == "head")

@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from ascend_rl.preflight import dry_run, verl_config
-from ascend_rl.preflight.lint_setup import Setup
+from ascend_rl.lint import dry_run, verl_config
+from ascend_rl.lint.setup import Setup
 
 FILE = Path(__file__).with_suffix(".yaml")
 INTERNAL = Path(__file__).resolve().parents[2] / "internal"
