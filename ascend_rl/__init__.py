@@ -1,10 +1,10 @@
 """The algorithms behind the patches, and the tools around a run.
 
-A house of thirteen rooms on five floors: a room imports from lower floors only (tests/test_house.py). Nothing
+A house of fourteen rooms on five floors: a room imports from lower floors only (tests/test_house.py). Nothing
 in it imports verl, vllm, vllm_ascend, megatron, mindspeed or roll, but for a check that vLLM works: patches
 hand in the objects and functions of a framework that an algorithm needs.
 
-    floor 4   launch
+    floor 4   launch  estimate
     floor 3   preflight
     floor 2   lint
     floor 1   loss  rollout  speculation  experts  weights  hdp  host  recipe  planning

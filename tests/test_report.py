@@ -17,7 +17,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from ascend_rl.preflight.step_time import of_run
+from ascend_rl.estimate.step_time import of_run
 from ascend_rl.recipe import report, report_page
 
 LENGTHS = ("min", "p10", "p25", "p75", "p90", "max")  # in their order
