@@ -5,9 +5,9 @@ in it imports verl, vllm, vllm_ascend, megatron, mindspeed or roll, but for a ch
 hand in the objects and functions of a framework that an algorithm needs.
 
     floor 4   launch  estimate
-    floor 3   preflight
+    floor 3   preflight  recipe
     floor 2   lint
-    floor 1   loss  rollout  speculation  experts  weights  hdp  host  recipe  planning
+    floor 1   loss  rollout  speculation  experts  weights  hdp  host  planning
     floor 0   settings
 
 The modules beside the rooms are commands: ``python -m ascend_rl.tiny`` and so on.

@@ -249,7 +249,7 @@ WRITTEN = {
     "settings/logs.py LogFile.__init__: path.open('ab', buffering=0)",
     "settings/logs.py LogFile.write: self.path.open('ab', buffering=0)",
     # where metrics.jsonl is, and the record of a rehearsal
-    "preflight/rehearsal.py main: "
+    "recipe/rehearsal.py main: "
     "(options.output_dir / 'rehearsal.json').write_text(json.dumps(report, indent=1))",
     "recipe/report.py main: (run / 'report.html').write_text(page)",
     "recipe/report.py main: (run / 'report.json').write_text(as_json(report))",

@@ -26,7 +26,7 @@ from ascend_rl.estimate.step_time import PROMPT, Step, predict, speculating, ste
 from ascend_rl.estimate.training_time import Trained
 from ascend_rl.hdp import hdp
 from ascend_rl.planning.layouts import Training
-from ascend_rl.preflight.published import setup
+from ascend_rl.recipe.published import setup
 
 BAR = 0.15
 GEARS = (4, 8, 16, 32, 64, 128, 256)

@@ -422,7 +422,7 @@ def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
         if plan.role == "head":  # for report.html: what differs from the recipe
             started = {"script": plan.script, "env_script": plan.env_script, "overrides": plan.overrides}
             (plan.output_dir / "run.json").write_text(json.dumps(started))
-        if switched_on("SMOKE"):  # what its processes record, see ascend_rl/preflight/rehearsal.py
+        if switched_on("SMOKE"):  # what its processes record, see ascend_rl/recipe/rehearsal.py
             record = plan.output_dir.resolve() / "record"
             shutil.rmtree(record, ignore_errors=True)
             record.mkdir(parents=True)

@@ -6,7 +6,7 @@ and every published value is compared with it. Where they differ the table shows
 Invariant (tests/test_recipes.py): the documents hold this table; a difference without a reason is an error.
 Cost: a dry run and a composed configuration for each recipe, 5 s.
 
-    python -m ascend_rl.preflight.published              # --lang zh: as in docs/recipes.zh.md
+    python -m ascend_rl.recipe.published              # --lang zh: as in docs/recipes.zh.md
 """
 
 from __future__ import annotations
