@@ -245,7 +245,7 @@ WRITTEN = {
     "launch/launch.py log: log_file(plan).open('a')",
     "launch/launch.py start: (plan.output_dir / 'run.json').write_text(json.dumps(started))",
     "settings/claim.py claim: (directory / MARK).open('x')",
-    "settings/counts.py count: open(file, 'ab', buffering=0)",
+    "process/counts.py count: open(file, 'ab', buffering=0)",
     "settings/logs.py LogFile.__init__: path.open('ab', buffering=0)",
     "settings/logs.py LogFile.write: self.path.open('ab', buffering=0)",
     # where metrics.jsonl is, and the record of a rehearsal

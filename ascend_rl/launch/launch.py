@@ -49,9 +49,10 @@ from ascend_rl.launch.launch_plan import (
 )
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 from ascend_rl.launch.supervise import Ending, descendants, processes, supervise
-from ascend_rl.settings import claim, counts, hidden, static_kernels
+from ascend_rl.process import counts
+from ascend_rl.process.ports import free_port
+from ascend_rl.settings import claim, hidden, static_kernels
 from ascend_rl.settings.logs import set_aside
-from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, switched_on
 
 MARK = static_kernels.LAUNCH
