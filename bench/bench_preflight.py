@@ -24,8 +24,8 @@ from pathlib import Path
 
 import bars
 
-from ascend_rl.preflight.findings import Finding
-from ascend_rl.preflight.lint import lint
+from ascend_rl.lint.findings import Finding
+from ascend_rl.lint.lint import lint
 from ascend_rl.preflight.node_facts import load_lock
 
 ROOT = Path(__file__).resolve().parent.parent

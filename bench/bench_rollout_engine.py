@@ -199,7 +199,7 @@ class Rollouts:
         """One rollout: seconds, what was counted, and of each server (s, running, waiting) by step."""
         from live_servers import batch
 
-        from ascend_rl.settings.counts import VARIABLE, counted
+        from ascend_rl.process.counts import VARIABLE, counted
 
         requests = batch(
             [{"temperature": 1.0, "ignore_eos": True, "max_tokens": int(count)} for count in tokens], SAMPLES
@@ -245,7 +245,7 @@ def measure(device: str, servers: int, switches: list[str]) -> list[dict]:
     import ray
 
     from ascend_rl.launch import warm_start
-    from ascend_rl.settings.counts import VARIABLE
+    from ascend_rl.process.counts import VARIABLE
 
     drawn, rows = lengths(1 + EPOCHS), rows_of(switches, device)
     plain = Switch()

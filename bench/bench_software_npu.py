@@ -165,7 +165,7 @@ def main() -> int:
         return 0
     import bars
 
-    from ascend_rl.settings.ports import free_port
+    from ascend_rl.process.ports import free_port
     from software_npu import build
 
     build.build()

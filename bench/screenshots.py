@@ -29,7 +29,7 @@ RECIPE = "internal/train_grpo_qwen3_30b_a3b_16die_true_weight.sh internal/qwen3_
 SPOILT = "actor_rollout_ref.rollout.n=1 trainer.save_freq=-1"
 TINY = "internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh"
 COMMANDS = {
-    "preflight": f"python -m ascend_rl.preflight.lint {RECIPE} {SPOILT}",
+    "preflight": f"python -m ascend_rl.lint {RECIPE} {SPOILT}",
     "memory_plan": "python -m ascend_rl.memory_plan --model qwen3-32b --dies 32",
     "dry_run": f"bash ray_start_npu.sh --dry-run {TINY}",
     "run": f"bash ray_start_npu.sh {TINY}",

@@ -17,7 +17,7 @@ import pytest
 import warm
 from hypothesis import HealthCheck, settings
 
-from ascend_rl.settings.counts import VARIABLE, counted
+from ascend_rl.process.counts import VARIABLE, counted
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVERS = "rollout servers"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from warm import PATIENCE_S, Warm
 
-from ascend_rl.settings.ports import free_port
+from ascend_rl.process.ports import free_port
 
 STUBS = Path(__file__).resolve().parent / "stubs"
 SITE = STUBS.parents[1] / "software_npu/site"

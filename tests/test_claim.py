@@ -227,16 +227,16 @@ WRITTEN = {
     "launch/supervise.py supervise: signs.touch()",
     "launch/warm_start.py write_client: program.write_text("
     "f\"{start}{inspect.getsource(client)}\\n\\nclient({str(folder / 'socket')!r})\\n\")",
-    "preflight/dry_run.py _fill: (directory / 'guard.bash').write_text(GUARD)",
-    "preflight/dry_run.py _fill: (tools / name).symlink_to(_system('true'))",
-    "preflight/dry_run.py exports: "
+    "lint/dry_run.py _fill: (directory / 'guard.bash').write_text(GUARD)",
+    "lint/dry_run.py _fill: (tools / name).symlink_to(_system('true'))",
+    "lint/dry_run.py exports: "
     "(Path(environment['DRY_RUN_PATH']) / 'env_of_script').symlink_to(_system('true'))",
     "settings/progress.py answer_for: open(f'{path}.{processes}', 'ab')",
     "settings/progress.py sign: open(path, 'ab', buffering=0)",
     # of the kernel
     "launch/warm_start.py client: open('/proc/self/comm', 'w')",
-    "preflight/confine.py _Judge.__init__: os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)",
-    "preflight/confine.py _Memory.__init__: os.open(f'/proc/{pid}/mem', os.O_RDWR | os.O_CLOEXEC)",
+    "lint/confine.py _Judge.__init__: os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)",
+    "lint/confine.py _Memory.__init__: os.open(f'/proc/{pid}/mem', os.O_RDWR | os.O_CLOEXEC)",
     # where the rendezvous of a run is: a file with a random name, empty
     "launch/agreement.py offer: file.touch()",
     "launch/agreement.py shared: own.touch()",
@@ -245,11 +245,11 @@ WRITTEN = {
     "launch/launch.py log: log_file(plan).open('a')",
     "launch/launch.py start: (plan.output_dir / 'run.json').write_text(json.dumps(started))",
     "settings/claim.py claim: (directory / MARK).open('x')",
-    "settings/counts.py count: open(file, 'ab', buffering=0)",
+    "process/counts.py count: open(file, 'ab', buffering=0)",
     "settings/logs.py LogFile.__init__: path.open('ab', buffering=0)",
     "settings/logs.py LogFile.write: self.path.open('ab', buffering=0)",
     # where metrics.jsonl is, and the record of a rehearsal
-    "preflight/rehearsal.py main: "
+    "recipe/rehearsal.py main: "
     "(options.output_dir / 'rehearsal.json').write_text(json.dumps(report, indent=1))",
     "recipe/report.py main: (run / 'report.html').write_text(page)",
     "recipe/report.py main: (run / 'report.json').write_text(as_json(report))",

@@ -1,4 +1,4 @@
-"""preflight/confine.py and dry_run.py: nothing of a script starts, is written or sent, however it tries.
+"""lint/confine.py and dry_run.py: nothing of a script starts, is written or sent, however it tries.
 
 Effects are counted: a program stands at an absolute path, and what it does when it starts is to write a file
 and to connect to a port.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ascend_rl.preflight import confine, dry_run
+from ascend_rl.lint import confine, dry_run
 
 TRAIN = "-m verl.trainer.main_ppo a=1"
 
@@ -281,7 +281,7 @@ def test_the_filter_of_each_machine(machine):
     assert allowed == {socket.AF_NETLINK}
 
 
-@pytest.mark.parametrize("command", ["bash ray_start_npu.sh --dry-run", "python -m ascend_rl.preflight.lint"])
+@pytest.mark.parametrize("command", ["bash ray_start_npu.sh --dry-run", "python -m ascend_rl.lint"])
 def test_the_commands_start_nothing_either(command, room):
     """Nor is anything lost: the key that verl does not have is found."""
     Path("train.sh").write_text(f"{room}/bin/python3 {TRAIN}\n")
@@ -294,7 +294,7 @@ def test_the_commands_start_nothing_either(command, room):
 
 def test_a_machine_that_cannot_confine_runs_nothing(room, monkeypatch, tmp_path_factory):
     """An architecture without a filter stands for a kernel or a container that has none."""
-    from ascend_rl.preflight import lint
+    from ascend_rl.lint import lint
 
     program = (
         Path(confine.__file__)

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from ascend_rl.settings.counts import COUNTED, VARIABLE, count, counted
+from ascend_rl.process.counts import COUNTED, VARIABLE, count, counted
 
 
 def test_processes_that_count_at_once_lose_nothing(tmp_path, counts, root):
-    program = "from ascend_rl.settings.counts import count\nfor _ in range(3000): count('eplb', 12345)"
+    program = "from ascend_rl.process.counts import count\nfor _ in range(3000): count('eplb', 12345)"
     for process in [subprocess.Popen([sys.executable, "-c", program], cwd=root) for _ in range(4)]:
         assert process.wait() == 0
     assert counts() == {"eplb": 4 * 3000 * 12345}

@@ -18,8 +18,8 @@ import threading
 import pytest
 from rich.console import Console
 
+from ascend_rl.lint.findings import Finding, as_json, render
 from ascend_rl.preflight import doctor, node_facts, preflight
-from ascend_rl.preflight.findings import Finding, as_json, render
 from ascend_rl.preflight.node_facts import collect, load_lock, rollout_facts
 
 LOCK = load_lock()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ascend_rl.preflight import lint  # noqa: F401  (it fills RULES)
-from ascend_rl.preflight.lint_setup import RULES
+from ascend_rl.lint import lint  # noqa: F401  (it fills RULES)
+from ascend_rl.lint.setup import RULES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 # One report of each of the 25 pains that users of this stack reported.

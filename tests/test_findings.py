@@ -1,4 +1,4 @@
-"""preflight/findings.py: people read whole words, grouped, errors last; corrections can be pasted."""
+"""lint/findings.py: people read whole words, grouped, errors last; corrections can be pasted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ascend_rl.preflight.findings import Finding, corrections, paste, render
+from ascend_rl.lint.findings import Finding, corrections, paste, render
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity"
@@ -61,7 +61,7 @@ def test_a_fix_that_is_a_command_line_is_pasted():
     "module",
     [
         "preflight",
-        "preflight.lint",
+        "lint",
         "memory_plan",
         "step_time",
         "report",
@@ -70,7 +70,7 @@ def test_a_fix_that_is_a_command_line_is_pasted():
         "tiny",
         "evaluate",
         "export",
-        "preflight.lint_roll",
+        "lint.roll",
     ],
 )
 def test_help_has_two_examples_and_says_what_is_written(module):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ascend_rl.preflight import lint_options
-from ascend_rl.preflight.verl_config import keys, resolve
+from ascend_rl.lint import options as lint_options
+from ascend_rl.lint.verl_config import keys, resolve
 from ascend_rl.settings import hidden
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -564,7 +564,7 @@ def test_no_port_is_given_twice_before_its_server_listens(monkeypatch):
     code = """
 import random
 random.SystemRandom.shuffle = lambda self, ports: ports.reverse()
-from ascend_rl.settings.ports import free_port
+from ascend_rl.process.ports import free_port
 print(free_port(), flush=True)
 input()
 """

@@ -1,4 +1,4 @@
-"""preflight/lint.py: each mistake in tests/samples/lint is found, and its correction has no finding left.
+"""lint/lint.py: each mistake in tests/samples/lint is found, and its correction has no finding left.
 
 A sample holds both versions: lines that end in "#-" are the mistake, lines that end in "#+" its correction.
 Its first line names exactly what must be found; "?" marks what may also be found. The clean runs that samples
@@ -23,17 +23,18 @@ from types import SimpleNamespace
 import pytest
 from mindspeed_tree import needs_mindspeed
 
-from ascend_rl.preflight import lint as linter
-from ascend_rl.preflight import lint_options, pinned
-from ascend_rl.preflight.dry_run import dry_run
-from ascend_rl.preflight.findings import Finding
-from ascend_rl.preflight.lint_engines import captured_sizes, piecewise_limit
-from ascend_rl.preflight.lint_script import PLACEHOLDER
-from ascend_rl.preflight.lint_setup import RULES, Setup, checkpoint
-from ascend_rl.preflight.lint_sizes import SIZES
-from ascend_rl.preflight.lint_values import MIGRATED
-from ascend_rl.preflight.tuning import LANGUAGES, markdown, table
-from ascend_rl.preflight.verl_config import package, resolve
+from ascend_rl.lint import lint as linter
+from ascend_rl.lint import options as lint_options
+from ascend_rl.lint import pinned
+from ascend_rl.lint.dry_run import dry_run
+from ascend_rl.lint.engines import captured_sizes, piecewise_limit
+from ascend_rl.lint.findings import Finding
+from ascend_rl.lint.script import PLACEHOLDER
+from ascend_rl.lint.setup import RULES, Setup, checkpoint
+from ascend_rl.lint.sizes import SIZES
+from ascend_rl.lint.tuning import LANGUAGES, markdown, table
+from ascend_rl.lint.values import MIGRATED
+from ascend_rl.lint.verl_config import package, resolve
 from ascend_rl.settings.model import Model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -986,13 +987,13 @@ def test_the_graph_limit_is_that_of_vllm_ascend(model, aiv, monkeypatch):
 
 def test_the_command_fails_on_errors_and_prints_json(tmp_path):
     sample = version(next(path for path in MISTAKES if path.stem == "cp_too_large"), "#-", "#+", tmp_path)
-    command = [sys.executable, "-X", "importtime", "-m", "ascend_rl.preflight.lint", sample]
+    command = [sys.executable, "-X", "importtime", "-m", "ascend_rl.lint", sample]
     command += ["trainer.test_freq=-1", "--json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert [entry["check"] for entry in json.loads(result.stdout)] == ["parallel.world", "paths.elsewhere"]
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert "ascend_rl.preflight.findings" in imported and not imported & {"torch", "verl", "vllm", "megatron"}
+    assert "ascend_rl.lint.findings" in imported and not imported & {"torch", "verl", "vllm", "megatron"}
 
 
 def test_a_clean_run_exits_0(on_base, capsys):
@@ -1007,7 +1008,7 @@ def test_a_clean_run_exits_0(on_base, capsys):
 def test_the_tuning_guide_is_up_to_date(language):
     name = "docs/tuning.md" if language == "en" else f"docs/tuning.{language}.md"
     assert (ROOT / name).read_text(encoding="utf-8") == markdown(language), (
-        f"run: python -m ascend_rl.preflight.tuning, see {name}"
+        f"run: python -m ascend_rl.lint.tuning, see {name}"
     )
     for entry in table():
         assert all(
@@ -1039,7 +1040,7 @@ def test_the_keys_of_the_table_exist():
         resolve("verl.trainer.main_ppo", [f"--config-name={name}"]).config
         for name in ("ppo_trainer", "ppo_megatron_trainer")
     ]
-    from ascend_rl.preflight.verl_config import keys
+    from ascend_rl.lint.verl_config import keys
 
     known = {key for config in resolved for key in keys(config)}
     for entry in table():

@@ -1,4 +1,4 @@
-"""lint_files.py: data, weights and checkpoints that cannot be read are found; a normal set-up has no finding.
+"""lint/files.py: data, weights and checkpoints that cannot be read are found; a normal set-up has no finding.
 
 Every damage is done to files that were found whole before: rows in the form of ascend_rl.data, and a tiny
 model saved by transformers.
@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ascend_rl.preflight import lint as linter
-from ascend_rl.preflight import lint_files
+from ascend_rl.lint import files as lint_files
+from ascend_rl.lint import lint as linter
 
 ROOT = Path(__file__).resolve().parent.parent
 FSDP = ROOT / "tests/samples/lint/fsdp.bash"

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ascend_rl.preflight.lint import lint as lint_script
-from ascend_rl.preflight.lint_roll import CONF, OURS, ROLL, check_launch, compose, devices, lint, unknown_keys
+from ascend_rl.lint.lint import lint as lint_script
+from ascend_rl.lint.roll import CONF, OURS, ROLL, check_launch, compose, devices, lint, unknown_keys
 from ascend_rl.settings.switch import CannotWork
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -217,8 +217,8 @@ def test_unknown_keys():
 
 CHECK = """
 import json, logging, sys
-from ascend_rl.preflight.lint import lint as lint_script
-from ascend_rl.preflight.lint_roll import compose
+from ascend_rl.lint.lint import lint as lint_script
+from ascend_rl.lint.roll import compose
 from ascend_rl.launch.start_roll import PIPELINES, check_keys, load
 from dacite import from_dict
 from roll.platforms import current_platform

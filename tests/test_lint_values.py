@@ -1,4 +1,4 @@
-"""lint_values.py and pinned.py: paths and machines, and the names that the pinned frameworks accept.
+"""lint/values.py and pinned.py: paths and machines, and the names that the pinned frameworks accept.
 
 The names are compared with what verl itself has after it is imported, so a reader of sources that reads too
 little or too much is found. The rules about single values are tried in test_lint.py.
@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from mindspeed_tree import needs_mindspeed
 
-from ascend_rl.preflight import lint as linter
-from ascend_rl.preflight import lint_values, pinned
+from ascend_rl.lint import lint as linter
+from ascend_rl.lint import pinned
+from ascend_rl.lint import values as lint_values
 
 ROOT = Path(__file__).resolve().parent.parent
 FSDP = ROOT / "tests/samples/lint/fsdp.bash"

@@ -18,9 +18,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from ascend_rl.preflight import published
-from ascend_rl.preflight.lint import lint
-from ascend_rl.preflight.tuning import table
+from ascend_rl.lint.lint import lint
+from ascend_rl.lint.tuning import table
+from ascend_rl.recipe import published
 from verl.utils.config import omega_conf_to_dataclass
 
 INTERNAL = Path(__file__).resolve().parent.parent / "internal"

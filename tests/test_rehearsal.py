@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ascend_rl.preflight import rehearsal
+from ascend_rl.recipe import rehearsal
 
 RECIPE, ENVIRONMENT = "internal/train_grpo_qwen3_235b_128die_true_weight.sh", "internal/qwen3_235b_env.sh"
 NONE = {"graphs": {}, "calls": {}, "collectives": {}, "woken": 0, "peak_bytes": {}, "die_peak_bytes": {}}

@@ -17,7 +17,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from ascend_rl.preflight.step_time import of_run
+from ascend_rl.estimate.step_time import of_run
 from ascend_rl.recipe import report, report_page
 
 LENGTHS = ("min", "p10", "p25", "p75", "p90", "max")  # in their order
@@ -218,7 +218,7 @@ RECIPE = "internal/train_grpo_qwen3_235b_128die_true_weight.sh"
 @pytest.fixture
 def big(tmp_path, root, monkeypatch) -> Path:
     """A run of a recipe for NPUs, as the launcher and Hydra describe it."""
-    from ascend_rl.preflight import dry_run, verl_config
+    from ascend_rl.lint import dry_run, verl_config
 
     monkeypatch.chdir(root)
     run = write(tmp_path / "big", records())

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ascend_rl.planning import rollout_time, training_time
+from ascend_rl.estimate import published_times, rollout_time, step_time, training_time
+from ascend_rl.estimate.rollout_time import Decoder, Engines
 from ascend_rl.planning.layouts import Training
-from ascend_rl.planning.rollout_time import Decoder, Engines
-from ascend_rl.preflight import published_times, step_time
-from ascend_rl.preflight.published import setup
+from ascend_rl.recipe.published import setup
 from ascend_rl.settings.model import Model
 from ascend_rl.settings.switch import CannotWork
 

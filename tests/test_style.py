@@ -149,7 +149,7 @@ CHILDREN = {
     "ascend_rl/launch/launch.py",  # ray_start_npu.sh, which has the help
     "ascend_rl/launch/launch_node.py",
     "ascend_rl/launch/warm_start.py",
-    "ascend_rl/preflight/confine.py",
+    "ascend_rl/lint/confine.py",
     "ascend_rl/recipe/math_equal.py",
     "ascend_rl/settings/hidden.py",
     "bench/verl_converter_on_cpu.py",

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from ascend_rl.launch import launch_plan
-from ascend_rl.preflight import lint, switches  # noqa: F401  (lint fills RULES)
-from ascend_rl.preflight.dry_run import Run, dry_run
-from ascend_rl.preflight.lint_setup import RULES, Setup
-from ascend_rl.preflight.verl_config import Resolved, resolve
+from ascend_rl.lint import lint, switches  # noqa: F401  (lint fills RULES)
+from ascend_rl.lint.dry_run import Run, dry_run
+from ascend_rl.lint.setup import RULES, Setup
+from ascend_rl.lint.verl_config import Resolved, resolve
 from ascend_rl.settings.switch import OFF
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -202,7 +202,7 @@ LIMITS = {
 METHODS = {"read_metadata", "read_pickle", "unsafe_load"}  # of whatever object
 # What reads only what this very process or its parent wrote.
 OWN = {
-    "ascend_rl/preflight/verl_config.py": "pickle.loads",
+    "ascend_rl/lint/verl_config.py": "pickle.loads",
     "bench/bench_sam.py": "pickle.load",
 }
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ascend_rl.settings.counts import count
+from ascend_rl.process.counts import count
 from ascend_rl.settings.switch import CannotWork, refuse
 
 SWITCH = "VLLM_FUSED_MOE_CHUNK_SIZE"  # vLLM's own name, which vllm-ascend 0.13 does not read

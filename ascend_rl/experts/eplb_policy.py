@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ascend_rl.experts.eplb import rebalance_table
-from ascend_rl.settings.counts import count
+from ascend_rl.process.counts import count
 
 
 class VllmAscendPolicy:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ascend_rl.settings.counts import count
+from ascend_rl.process.counts import count
 from ascend_rl.settings.switch import CannotWork, refuse, switched_on
 
 if TYPE_CHECKING:  # numba takes long to import, and this module is imported wherever megatron-core is

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ascend_rl.settings.counts import count
+from ascend_rl.process.counts import count
 from ascend_rl.settings.switch import switched_on
 
 SHARE = 0.02  # of the time of steps, for full collections

@@ -31,9 +31,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ascend_rl.launch.launch_plan import ROOT, Plan
+from ascend_rl.lint.dry_run import Run, dry_run
+from ascend_rl.lint.tuning import table
 from ascend_rl.preflight import node_facts
-from ascend_rl.preflight.dry_run import Run, dry_run
-from ascend_rl.preflight.tuning import table
 from ascend_rl.settings.hidden import is_secret
 from ascend_rl.settings.switch import CannotWork
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from ascend_rl.settings.ports import free_port
+from ascend_rl.process.ports import free_port
 
 SLOW = 2.0  # times the median
 DEADLINE_S = 600.0  # for HCCL to connect all dies; links of many nodes take minutes

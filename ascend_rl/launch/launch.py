@@ -49,9 +49,10 @@ from ascend_rl.launch.launch_plan import (
 )
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 from ascend_rl.launch.supervise import Ending, descendants, processes, supervise
-from ascend_rl.settings import claim, counts, hidden, static_kernels
+from ascend_rl.process import counts
+from ascend_rl.process.ports import free_port
+from ascend_rl.settings import claim, hidden, static_kernels
 from ascend_rl.settings.logs import set_aside
-from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, switched_on
 
 MARK = static_kernels.LAUNCH
@@ -332,7 +333,7 @@ def check_inputs(plan: Plan) -> None:
     """
     if plan.on("SKIP_PREFLIGHT"):
         return
-    from ascend_rl.preflight.lint import lint  # Hydra: 0.4 s that a run does not need
+    from ascend_rl.lint.lint import lint  # Hydra: 0.4 s that a run does not need
 
     with mock.patch.dict(os.environ, plan.environment()):
         found = lint(plan.script, plan.env_script or None, plan.overrides, here=plan.role == "head")
@@ -422,7 +423,7 @@ def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
         if plan.role == "head":  # for report.html: what differs from the recipe
             started = {"script": plan.script, "env_script": plan.env_script, "overrides": plan.overrides}
             (plan.output_dir / "run.json").write_text(json.dumps(started))
-        if switched_on("SMOKE"):  # what its processes record, see ascend_rl/preflight/rehearsal.py
+        if switched_on("SMOKE"):  # what its processes record, see ascend_rl/recipe/rehearsal.py
             record = plan.output_dir.resolve() / "record"
             shutil.rmtree(record, ignore_errors=True)
             record.mkdir(parents=True)

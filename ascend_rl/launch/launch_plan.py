@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ascend_rl.process.ports import free_port
 from ascend_rl.settings import claim
-from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, switched_on
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from ascend_rl.preflight.findings import Finding, render
-from ascend_rl.preflight.lint_roll import OURS, ROLL, check_launch, compose, lint, unknown_keys
+from ascend_rl.lint.findings import Finding, render
+from ascend_rl.lint.roll import OURS, ROLL, check_launch, compose, lint, unknown_keys
 
 PIPELINES = {
     "rlvr": ("roll.pipeline.rlvr.rlvr_config:RLVRConfig", "roll.pipeline.rlvr.rlvr_pipeline:RLVRPipeline"),

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ascend_rl.host import npu_tools
-from ascend_rl.preflight.findings import Finding
+from ascend_rl.lint.findings import Finding
 from ascend_rl.preflight.node_facts import IDLE_HBM_MB
 
 GB = 1e9

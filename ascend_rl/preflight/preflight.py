@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ascend_rl.lint.dry_run import exports
+from ascend_rl.lint.findings import READABLE, Finding, as_json, corrections, render
+from ascend_rl.lint.lint import lint
 from ascend_rl.preflight import doctor, node_facts
-from ascend_rl.preflight.dry_run import exports
-from ascend_rl.preflight.findings import READABLE, Finding, as_json, corrections, render
-from ascend_rl.preflight.lint import lint
 
 
 def sourced(script: str | None) -> tuple[dict[str, str], list[Finding]]:

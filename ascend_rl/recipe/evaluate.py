@@ -37,6 +37,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+from ascend_rl.process.ports import free_port
 from ascend_rl.recipe.data import (
     BOXED,
     DATASETS,
@@ -51,7 +52,6 @@ from ascend_rl.recipe.data import (
 from ascend_rl.recipe.math_reward import compute_score, extract_answer
 from ascend_rl.recipe.math_text import number, plain
 from ascend_rl.settings.numbers import real, whole
-from ascend_rl.settings.ports import free_port
 from ascend_rl.settings.switch import CannotWork, ending
 
 START_DEADLINE_S = 3600.0  # a large model from slow storage

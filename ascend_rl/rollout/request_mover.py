@@ -41,9 +41,9 @@ from uuid import uuid4
 
 import numpy as np
 
+from ascend_rl.process.counts import count
 from ascend_rl.rollout.moved_kv import CONNECTOR, MEMORY, PARAMETER, Depot, place
 from ascend_rl.rollout.rollout_rebalance import Request, Server, plan
-from ascend_rl.settings.counts import count
 from ascend_rl.settings.switch import refuse
 
 logger = logging.getLogger(__name__)

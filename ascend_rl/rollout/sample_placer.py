@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from ascend_rl.process.counts import count
 from ascend_rl.rollout.data_rebalance import Placement, place, predict
-from ascend_rl.settings.counts import count
 
 # The server of the sample whose agent loop runs in this task of asyncio; None: the least loaded.
 server: ContextVar[str | None] = ContextVar("server", default=None)

@@ -21,7 +21,7 @@ import os
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ascend_rl.settings.counts import count
+from ascend_rl.process.counts import count
 from ascend_rl.settings.numbers import real, whole
 from ascend_rl.settings.switch import CannotWork
 

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ascend_rl.settings.counts import count
+from ascend_rl.process.counts import count
 from ascend_rl.settings.switch import CannotWork
 from ascend_rl.speculation import sam_options
 from ascend_rl.speculation.bs_threshold_for_spec_decode import step_time

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import torch
 
-from ascend_rl.settings.counts import count
+from ascend_rl.process.counts import count
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 # More slices in a round would only cost memory: 32 of Qwen3-235B-A22B are 0.4 GB.

@@ -26,7 +26,7 @@ from ascend_rl.weights.torch_dist import Checkpoint
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
 
-# Signs that are counted in each: see ascend_rl/preflight/rehearsal.py.
+# Signs that are counted in each: see ascend_rl/recipe/rehearsal.py.
 ROLLOUT = {"decode graphs replayed", "memory ranges woken after sleep", "attention over the paged cache"}
 MINDSPEED = {"flash attention of the trainer", "sends of pipelines and rings"}
 RINGS = MINDSPEED | {"its backward, in rings", "fused updates of ring attention"}

@@ -30,7 +30,7 @@ from warm import PATIENCE_S, cpu_s
 from wheels import CHIPS, wheels_file
 
 from ascend_rl.host.npu_tools import built_for
-from ascend_rl.settings.ports import free_port
+from ascend_rl.process.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHT_SYNC = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"  # worker_extension_cls

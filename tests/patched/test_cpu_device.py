@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from ascend_rl.settings.ports import free_port
+from ascend_rl.process.ports import free_port
 
 
 def test_device_functions():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from ascend_rl.settings.ports import free_port
+from ascend_rl.process.ports import free_port
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 4, 1, 5]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ascend_rl.preflight import lint_options
+from ascend_rl.lint import options as lint_options
 
 
 def test_the_options_are_those_of_vllms_parser():

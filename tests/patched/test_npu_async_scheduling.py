@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from npu_ground import make_llm, save_random_model
 
-from ascend_rl.settings.counts import VARIABLE, counted
+from ascend_rl.process.counts import VARIABLE, counted
 
 pytestmark = pytest.mark.long
 

@@ -75,7 +75,7 @@ def engines(start_ray, forked, checkpoint, tmp_path_factory):
     """verl's manager over real servers, one of them with two DP engines, and what happened in the engines."""
     from live_servers import Servers, configuration
 
-    from ascend_rl.settings.counts import VARIABLE, counted
+    from ascend_rl.process.counts import VARIABLE, counted
 
     path = tmp_path_factory.mktemp("engines")
 

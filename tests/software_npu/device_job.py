@@ -22,7 +22,7 @@ from pathlib import Path
 from warm import PATIENCE_S, Warm
 from wheels import wheels_file
 
-from ascend_rl.settings.ports import free_port
+from ascend_rl.process.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "software_npu/site"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ascend_rl.preflight.lint_setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup
+from ascend_rl.lint.setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup
 from ascend_rl.settings.switch import OFF
 
 EXTRA, SPECULATION = f"{VLLM}.additional_config", f"{VLLM}.speculative_config"

@@ -4,8 +4,8 @@ One table, tuning.yaml, serves people and the linter: this module prints it as t
 reads from it which values exist, which are required and which variables nothing reads any more. So the guide
 cannot promise what the linter contradicts.
 
-    python -m ascend_rl.preflight.tuning --markdown > docs/tuning.md
-    python -m ascend_rl.preflight.tuning --markdown --lang zh > docs/tuning.zh.md
+    python -m ascend_rl.lint.tuning --markdown > docs/tuning.md
+    python -m ascend_rl.lint.tuning --markdown --lang zh > docs/tuning.zh.md
 """
 
 from __future__ import annotations

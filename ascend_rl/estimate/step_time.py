@@ -1,10 +1,10 @@
 """Predict where the time of a recipe's step goes, and what its switches would save.
 
 The recipe is run dry with its environment script, its configuration is composed as Hydra would, and the sizes
-in it go to the models of time in ascend_rl/planning: rollout_time, training_time. A switch is then a change
+in it go to the models of time beside this module: rollout_time, training_time. A switch is then a change
 of these sizes, and its gain the difference of two predictions on the same lengths. How far to trust it:
 docs/step_time.md, a table of all published times next to what is predicted for them
-(``--published``; ascend_rl/preflight/published_times.py).
+(``--published``; ascend_rl/estimate/published_times.py).
 
 A switch is listed only where the linter, asked about the recipe with it on, has nothing against it.
 
@@ -24,14 +24,17 @@ from unittest import mock
 import numpy as np
 import yaml
 
+import ascend_rl.lint.options  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.sizes  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.values  # noqa: F401  (it fills RULES)
+from ascend_rl.estimate import rollout_time, training_time
+from ascend_rl.estimate.rollout_time import Decoder, Engines, RolloutTime, draw_lengths
+from ascend_rl.estimate.training_time import Trained
 from ascend_rl.hdp import hdp
-from ascend_rl.planning import rollout_time, training_time
+from ascend_rl.lint import dry_run, verl_config
+from ascend_rl.lint.engines import plan_of
+from ascend_rl.lint.setup import ACTOR, ROLLOUT, RULES, VLLM, Setup
 from ascend_rl.planning.layouts import Training
-from ascend_rl.planning.rollout_time import Decoder, Engines, RolloutTime, draw_lengths
-from ascend_rl.planning.training_time import Trained
-from ascend_rl.preflight import dry_run, lint_options, lint_sizes, lint_values, verl_config  # noqa: F401
-from ascend_rl.preflight.lint_engines import plan_of
-from ascend_rl.preflight.lint_setup import ACTOR, ROLLOUT, RULES, VLLM, Setup
 from ascend_rl.settings.model import Model
 from ascend_rl.settings.numbers import real
 from ascend_rl.settings.switch import CannotWork
@@ -366,7 +369,7 @@ Starts nothing and writes nothing but the prediction. See docs/step_time.md.""",
     parser.add_argument("--lang", choices=("en", "zh"), default="en", help="of --published")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.published:
-        from ascend_rl.preflight.published_times import table  # it needs this module
+        from ascend_rl.estimate.published_times import table  # it needs this module
 
         print(table(arguments.lang), end="")
         return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ascend_rl.preflight.lint_setup import ACTOR, MEGATRON, REF, ROLLOUT, Setup, rule
+from ascend_rl.lint.setup import ACTOR, MEGATRON, REF, ROLLOUT, Setup, rule
 
 # Partitions.
 

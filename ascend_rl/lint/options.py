@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ascend_rl.preflight.lint_setup import ROLLOUT, VLLM, Hit, Setup, as_mapping, rule
-from ascend_rl.preflight.pinned import sources
-from ascend_rl.preflight.tuning import table
-from ascend_rl.preflight.verl_config import class_fields
+from ascend_rl.lint.pinned import sources
+from ascend_rl.lint.setup import ROLLOUT, VLLM, Hit, Setup, as_mapping, rule
+from ascend_rl.lint.tuning import table
+from ascend_rl.lint.verl_config import class_fields
 
 VLLM_PARSERS = ("engine/arg_utils.py", "entrypoints/openai/cli_args.py")
 # Without MindSpeed's sources a name is called misspelt from this likeness on: MindSpeed has names that are as

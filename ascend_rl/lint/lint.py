@@ -1,12 +1,12 @@
 """Read a training script as the cluster would, and report in a second what would fail after an hour.
 
 The script runs in bash without the commands it would start (dry_run); its overrides are composed with the
-configuration tree of the patched verl (verl_config); and the rules of lint_script, lint_sizes, lint_options
-and lint_engines check the result: sizes that do not divide, token budgets below the longest sequence, options
-that vLLM does not have, variables that are read before they are set. Nothing is imported from verl, vLLM or
-torch. The first script takes a second, each further one in the same process a fifth of a second.
+configuration tree of the patched verl (verl_config); and the rules of script, sizes, options and engines
+check the result: sizes that do not divide, token budgets below the longest sequence, options that vLLM does
+not have, variables that are read before they are set. Nothing is imported from verl, vLLM or torch. The first
+script takes a second, each further one in the same process a fifth of a second.
 
-    python -m ascend_rl.preflight.lint TRAIN_SCRIPT ENV_SCRIPT trainer.nnodes=2 --json
+    python -m ascend_rl.lint TRAIN_SCRIPT ENV_SCRIPT trainer.nnodes=2 --json
 
 exits 1 if there are errors. Warnings and infos do not stop a run. Checks that need a device, such as the
 health of a die, belong to preflight, which runs this linter too.
@@ -25,19 +25,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ascend_rl.preflight import (  # noqa: F401  (they fill RULES)
-    lint_engines,
-    lint_files,
-    lint_options,
-    lint_roll,
-    lint_script,
-    lint_sizes,
-    lint_values,
-)
-from ascend_rl.preflight.dry_run import OTHER_TASK, Run, dry_run
-from ascend_rl.preflight.findings import READABLE, Finding, as_json, corrections, ordered, render
-from ascend_rl.preflight.lint_setup import RULES, Setup
-from ascend_rl.preflight.verl_config import Resolved, module_file, package, resolve, split_arguments, version
+import ascend_rl.lint.engines  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.files  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.options  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.script  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.sizes  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.values  # noqa: F401  (it fills RULES)
+from ascend_rl.lint import roll
+from ascend_rl.lint.dry_run import OTHER_TASK, Run, dry_run
+from ascend_rl.lint.findings import READABLE, Finding, as_json, corrections, ordered, render
+from ascend_rl.lint.setup import RULES, Setup
+from ascend_rl.lint.verl_config import Resolved, module_file, package, resolve, split_arguments, version
 
 
 def _not_reached(run: Run) -> Finding:
@@ -141,20 +139,20 @@ class _Given(Setup):
 
 
 def _roll(run: Run) -> list[Finding]:
-    """Check a recipe of internal/roll by the rules of lint_roll."""
+    """Check a recipe of internal/roll by the rules of roll."""
     from hydra.errors import HydraException
 
     before = dict(os.environ)
     os.environ.update(run.env)  # its configuration refers to variables
     try:
-        config = lint_roll.compose(run.args[0], run.args[1:])
+        config = roll.compose(run.args[0], run.args[1:])
     except HydraException as error:
         why = str(error).splitlines()[0]
         return [Finding("error", "config.override", "overrides", why, "see internal/roll/conf for the names")]
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return lint_roll.lint(config, int(run.env.get("NPUS_PER_NODE") or 0) or None, run.env)
+    return roll.lint(config, int(run.env.get("NPUS_PER_NODE") or 0) or None, run.env)
 
 
 OTHER_FILES = (".md", ".rst", ".txt", ".py", ".ipynb", ".yaml", ".yml", ".json", ".toml", ".parquet")
@@ -234,11 +232,11 @@ def lint(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m ascend_rl.preflight.lint",
+        prog="python -m ascend_rl.lint",
         description=__doc__.splitlines()[0],
         epilog="""Examples:
-  python -m ascend_rl.preflight.lint internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh
-  python -m ascend_rl.preflight.lint TRAIN_SCRIPT ENV_SCRIPT trainer.nnodes=4 --fix
+  python -m ascend_rl.lint internal/train_gspo_qwen3_tiny_cpu.sh internal/cpu_env.sh
+  python -m ascend_rl.lint TRAIN_SCRIPT ENV_SCRIPT trainer.nnodes=4 --fix
 
 Writes nothing but its findings. Exit status: 0, 1 if there is an error, 2 if the arguments are wrong.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -267,7 +265,3 @@ Writes nothing but its findings. Exit status: 0, 1 if there is an error, 2 if th
 
         render(findings, Console(width=None if sys.stdout.isatty() else READABLE))
     return int(any(finding.severity == "error" for finding in findings))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,13 +24,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from ascend_rl.lint.dry_run import Run, dry_run
+from ascend_rl.lint.engines import plan_of
+from ascend_rl.lint.setup import ROLLOUT, VLLM, Setup
+from ascend_rl.lint.verl_config import Resolved
 from ascend_rl.planning.rollout_memory import BLOCK_TOKENS
-from ascend_rl.preflight.dry_run import Run, dry_run
-from ascend_rl.preflight.lint_engines import plan_of
-from ascend_rl.preflight.lint_setup import ROLLOUT, VLLM, Setup
-from ascend_rl.preflight.verl_config import Resolved
+from ascend_rl.process.counts import COUNTED, counted
 from ascend_rl.recipe.report import read_metrics
-from ascend_rl.settings.counts import COUNTED, counted
 from ascend_rl.settings.numbers import whole
 
 # What counts as a sign of a feature: (what it is, where it is counted, names).

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ascend_rl.preflight import confine
-from ascend_rl.preflight.confine import SHELLS, Call, Outcome
+from ascend_rl.lint import confine
+from ascend_rl.lint.confine import SHELLS, Call, Outcome
 
 TIMEOUT_S = 30
 UNSET_VARIABLES = 20  # the most to look for

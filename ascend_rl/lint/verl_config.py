@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ascend_rl.preflight.findings import Finding
+from ascend_rl.lint.findings import Finding
 
 PLACEHOLDER = re.compile(r"<[^<>=]+>")  # /data/<MODEL>, which is no value for Hydra
 

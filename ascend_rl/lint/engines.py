@@ -16,10 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ascend_rl.experts import support_eplb
-from ascend_rl.loss import dapo, old_log_prob
-from ascend_rl.planning import layouts, memory_plan
-from ascend_rl.preflight import switches
-from ascend_rl.preflight.lint_setup import (
+from ascend_rl.lint import switches
+from ascend_rl.lint.setup import (
     ACTOR,
     MEGATRON,
     ROLLOUT,
@@ -30,6 +28,8 @@ from ascend_rl.preflight.lint_setup import (
     local_path,
     rule,
 )
+from ascend_rl.loss import dapo, old_log_prob
+from ascend_rl.planning import layouts, memory_plan
 from ascend_rl.rollout import npu_graph, npu_options
 from ascend_rl.settings.model import QWEN
 from ascend_rl.settings.switch import CannotWork

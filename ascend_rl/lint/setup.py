@@ -20,9 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ascend_rl.preflight.dry_run import Run
-from ascend_rl.preflight.findings import Finding
-from ascend_rl.preflight.verl_config import Resolved, dataclass_fields, select
+from ascend_rl.lint.dry_run import Run
+from ascend_rl.lint.findings import Finding
+from ascend_rl.lint.verl_config import Resolved, dataclass_fields, select
 from ascend_rl.rollout import npu_options
 from ascend_rl.settings.model import Model, published, published_positions
 from ascend_rl.settings.switch import CannotWork

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ascend_rl.host.core_binding import for_torch_npu
-from ascend_rl.preflight.lint_setup import VLLM, Setup, as_mapping, rule
-from ascend_rl.preflight.pinned import mapping, sources
-from ascend_rl.preflight.tuning import table
+from ascend_rl.lint.pinned import mapping, sources
+from ascend_rl.lint.setup import VLLM, Setup, as_mapping, rule
+from ascend_rl.lint.tuning import table
 
 # Set by ray_start_npu.sh or by schedulers.
 LAUNCHER_SETS = {"NNODES", "NPUS_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "OUTPUT_DIR"}

@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ascend_rl.preflight import pinned
-from ascend_rl.preflight.lint_setup import ACTOR, MEGATRON, ROLLOUT, Hit, Setup, local_path, rule
+from ascend_rl.lint import pinned
+from ascend_rl.lint.setup import ACTOR, MEGATRON, ROLLOUT, Hit, Setup, local_path, rule
 
 DATA = ("data.train_files", "data.val_files")
 POINTER = b"version https://git-lfs"

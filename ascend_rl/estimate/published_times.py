@@ -20,14 +20,13 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from ascend_rl.estimate import rollout_time, step_time, training_time
+from ascend_rl.estimate.rollout_time import Decoder, Engines, RolloutTime, draw_lengths
+from ascend_rl.estimate.step_time import PROMPT, Step, predict, speculating, step_of
+from ascend_rl.estimate.training_time import Trained
 from ascend_rl.hdp import hdp
-from ascend_rl.planning import rollout_time, training_time
 from ascend_rl.planning.layouts import Training
-from ascend_rl.planning.rollout_time import Decoder, Engines, RolloutTime, draw_lengths
-from ascend_rl.planning.training_time import Trained
-from ascend_rl.preflight import step_time
-from ascend_rl.preflight.published import setup
-from ascend_rl.preflight.step_time import PROMPT, Step, predict, speculating, step_of
+from ascend_rl.recipe.published import setup
 
 BAR = 0.15
 GEARS = (4, 8, 16, 32, 64, 128, 256)

@@ -6,7 +6,7 @@ and every published value is compared with it. Where they differ the table shows
 Invariant (tests/test_recipes.py): the documents hold this table; a difference without a reason is an error.
 Cost: a dry run and a composed configuration for each recipe, 5 s.
 
-    python -m ascend_rl.preflight.published              # --lang zh: as in docs/recipes.zh.md
+    python -m ascend_rl.recipe.published              # --lang zh: as in docs/recipes.zh.md
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from ascend_rl.preflight import dry_run, verl_config
-from ascend_rl.preflight.lint_setup import Setup
+from ascend_rl.lint import dry_run, verl_config
+from ascend_rl.lint.setup import Setup
 
 FILE = Path(__file__).with_suffix(".yaml")
 INTERNAL = Path(__file__).resolve().parents[2] / "internal"

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ascend_rl.estimate.rollout_time import LINK_BYTES_S, PEAK_FLOPS, active_parameters
 from ascend_rl.planning.layouts import Training
-from ascend_rl.planning.rollout_time import LINK_BYTES_S, PEAK_FLOPS, active_parameters
 from ascend_rl.planning.tensors import WEIGHT_BYTES, stage_parameters
 from ascend_rl.settings.model import Model
 

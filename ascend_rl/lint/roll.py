@@ -9,7 +9,7 @@ Invariants: nothing is imported from ROLL (its classes are an argument of `unkno
 evaluated: a device_mapping, which ROLL hands to eval(), is read as syntax. An absent key has ROLL's default.
 Cost: composing takes about 0.2 s, the rules microseconds.
 
-    python -m ascend_rl.preflight.lint_roll rlvr_qwen3_8b [--npus-per-node 16] [--json] [HYDRA_OVERRIDES...]
+    python -m ascend_rl.lint.roll rlvr_qwen3_8b [--npus-per-node 16] [--json] [HYDRA_OVERRIDES...]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ascend_rl.preflight.findings import Finding, as_json, render
+from ascend_rl.lint.findings import Finding, as_json, render
 from ascend_rl.settings.numbers import whole
 from ascend_rl.settings.switch import CannotWork
 
@@ -549,11 +549,11 @@ def unknown_keys(config: Mapping, kind: type, where: str = "", known: set[str] =
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m ascend_rl.preflight.lint_roll",
+        prog="python -m ascend_rl.lint.roll",
         description=__doc__.splitlines()[0],
         epilog="""Examples:
-  python -m ascend_rl.preflight.lint_roll agentic_frozen_lake_qwen2_5_0_5b
-  python -m ascend_rl.preflight.lint_roll rlvr_qwen3_8b resources=2x8 --json
+  python -m ascend_rl.lint.roll agentic_frozen_lake_qwen2_5_0_5b
+  python -m ascend_rl.lint.roll rlvr_qwen3_8b resources=2x8 --json
 
 Writes nothing but its findings.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,

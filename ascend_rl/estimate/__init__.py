@@ -1,0 +1,1 @@
+"""How long a step takes and what a switch would save, from models of time and published figures."""
