@@ -50,7 +50,7 @@ GSPO_LOSSES = ("gspo", "gspo_token")
     why="verl 0.7 removed the synchronous one and raises ValueError",
     fix="remove rollout.mode, or set async",
 )
-def _(s):
+def rollout_mode(s):
     if s.get(f"{ROLLOUT}.mode", "async") != "async":
         yield f"{ROLLOUT}.mode", f"'{s.get(f'{ROLLOUT}.mode')}'"
 
@@ -62,7 +62,7 @@ def _(s):
     why="vLLM refuses it: it is a share of the die",
     fix="0.6 to 0.9, see the memory planner",
 )
-def _(s):
+def rollout_utilization(s):
     if not s.utilization:
         yield f"{ROLLOUT}.gpu_memory_utilization", str(s.get(f"{ROLLOUT}.gpu_memory_utilization"))
 
@@ -74,7 +74,7 @@ def _(s):
     why="vLLM raises ValueError in SchedulerConfig",
     fix="raise it; the recipes use prompt + response",
 )
-def _(s):
+def batched_tokens(s):
     tokens, seqs = s.number(f"{ROLLOUT}.max_num_batched_tokens"), s.number(f"{ROLLOUT}.max_num_seqs")
     longest = s.number(f"{ROLLOUT}.max_model_len", s.sequence)
     if not s.vllm:
@@ -100,7 +100,7 @@ def _load(s: Setup) -> tuple[int, int]:
     "64 of 128 requests an engine take 1:22 h, all 128 take 1:18 h, 24 take 2:27 h",
     fix="raise max_num_seqs as far as the KV cache allows, or lower the batch",
 )
-def _(s):
+def rollout_seats(s):
     engines, requests = _load(s)
     seats = engines * s.number(f"{ROLLOUT}.max_num_seqs")
     if s.npu and engines and seats < requests:
@@ -114,7 +114,7 @@ def _(s):
     why="responses are cut earlier than the configuration says, or vLLM refuses to start",
     fix="set rollout.max_model_len to prompt + response, or shorten them",
 )
-def _(s):
+def model_len(s):
     longest, positions = s.number(f"{ROLLOUT}.max_model_len", 0), s.positions
     if longest and longest < s.sequence:
         yield f"{ROLLOUT}.max_model_len", f"{longest}, and prompt + response is {s.sequence}"
@@ -132,7 +132,7 @@ def _(s):
     why="larger decode batches run without a graph, 7.5 times slower in one report (vllm-ascend#16049)",
     fix="add that size to the capture sizes, or set max_num_seqs to one of them",
 )
-def _(s):
+def rollout_graph_sizes(s):
     engines, requests = _load(s)
     seats = s.number(f"{ROLLOUT}.max_num_seqs")
     largest = max((size for size in s.graph_sizes if size <= seats * s.decode_tokens), default=0)
@@ -152,7 +152,7 @@ def _(s):
     "tokens over TP): other graphs than written are captured",
     fix="use multiples of the stride",
 )
-def _(s):
+def graph_stride(s):
     strides = [("speculative tokens", s.decode_tokens)]
     if s.variable("VLLM_ASCEND_ENABLE_FLASHCOMM1"):
         strides.append(("FLASHCOMM1 with TP", s.rollout_tp))
@@ -169,7 +169,7 @@ def _(s):
     why="vllm-ascend asserts that TP is above 1 when it builds the model, the rollout does not start",
     fix="set VLLM_ASCEND_ENABLE_FLASHCOMM1=0, or tensor_model_parallel_size above 1",
 )
-def _(s):
+def rollout_flashcomm(s):
     if s.npu and s.variable("VLLM_ASCEND_ENABLE_FLASHCOMM1") and s.rollout_tp == 1:
         yield f"{ROLLOUT}.tensor_model_parallel_size", "1, and VLLM_ASCEND_ENABLE_FLASHCOMM1 is 1"
 
@@ -181,7 +181,7 @@ def _(s):
     why="verl's server refuses it when the rollout starts",
     fix="see docs/npu_options.md",
 )
-def _(s):
+def rollout_options(s):
     if s.get(f"{ROLLOUT}.name") != "vllm":
         return
     mtp = "actor_rollout_ref.model.mtp"
@@ -209,7 +209,7 @@ def _(s):
     why="it is silently ignored",
     fix="leave it out, or set what it needs",
 )
-def _(s):
+def options_idle(s):
     yield from switches.idle(s)
 
 
@@ -220,7 +220,7 @@ def _(s):
     why="verl's server refuses it when the rollout starts",
     fix="see docs/eplb.md",
 )
-def _(s):
+def rollout_eplb(s):
     if s.variable(support_eplb.SWITCH) != 1 or s.get(f"{ROLLOUT}.name") != "vllm" or s.model is None:
         return
     args = s.engine_options | {
@@ -242,7 +242,7 @@ def _(s):
     why="where each rank holds one expert, another order of the experts changes no rank's load",
     fix="+...additional_config.init_redundancy_expert=128 for a copy on each of 128 ranks, or switch it off",
 )
-def _(s):
+def eplb_slots(s):
     if s.variable(support_eplb.SWITCH) != 1 or s.model is None or not s.model.experts:
         return
     ranks = s.number(f"{ROLLOUT}.expert_parallel_size")
@@ -258,7 +258,7 @@ def _(s):
     "limits the number of sizes and switches npugraph_ex off",
     fix=f"+{VLLM}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
 )
-def _(s):
+def rollout_graph_mode(s):
     if s.graphs and s.graph_mode not in ("FULL_DECODE_ONLY", "FULL"):
         yield f"{VLLM}.compilation_config.cudagraph_mode", s.graph_mode
 
@@ -282,7 +282,7 @@ def piecewise_limit(layers: int, moe: bool, tp: int, dp: int, ep: bool, aiv: boo
     why="vllm-ascend keeps an even sample of the sizes, so batches are padded further (vllm-ascend#1168)",
     fix="use FULL_DECODE_ONLY, or give the sizes that matter",
 )
-def _(s):
+def graph_limit(s):
     if not s.graphs or s.graph_mode in ("FULL_DECODE_ONLY", "FULL") or not s.model:
         return
     ep, aiv = s.number(f"{ROLLOUT}.expert_parallel_size") > 1, s.env.get("HCCL_OP_EXPANSION_MODE") == "AIV"
@@ -298,7 +298,7 @@ def _(s):
     why="level 2 and graph capture exclude each other: capturing fails",
     fix="export TASK_QUEUE_ENABLE=1",
 )
-def _(s):
+def task_queue(s):
     if s.graphs and s.env.get("TASK_QUEUE_ENABLE") == "2":
         yield "$TASK_QUEUE_ENABLE", "2, and rollout.enforce_eager is False"
 
@@ -310,7 +310,7 @@ def _(s):
     why="level 2 moves more of the launch work off the Python thread",
     fix="export TASK_QUEUE_ENABLE=2",
 )
-def _(s):
+def task_queue_eager(s):
     if s.npu and not s.graphs and s.env.get("TASK_QUEUE_ENABLE", "1") != "2":
         yield "$TASK_QUEUE_ENABLE", s.env.get("TASK_QUEUE_ENABLE", "not set") + ", and there are no graphs"
 
@@ -322,7 +322,7 @@ def _(s):
     why="vllm-ascend raises ValueError: ACL graphs are incompatible with it",
     fix="unset ASCEND_LAUNCH_BLOCKING",
 )
-def _(s):
+def launch_blocking(s):
     if s.graphs and s.env.get("ASCEND_LAUNCH_BLOCKING") == "1":
         yield "$ASCEND_LAUNCH_BLOCKING", "1, and rollout.enforce_eager is False"
 
@@ -334,7 +334,7 @@ def _(s):
     why="vllm-ascend's memory pool asserts against expandable_segments:True, the rollout does not start",
     fix="leave it empty, and verl switches segments on for training; or use max_split_size_mb:24",
 )
-def _(s):
+def sleep_segments(s):
     sleep = s.get(f"{ROLLOUT}.free_cache_engine") and s.get(f"{ROLLOUT}.enable_sleep_mode", True)
     if s.npu and sleep and "expandable_segments:True" in s.env.get("PYTORCH_NPU_ALLOC_CONF", ""):
         yield "$PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True, and rollout.free_cache_engine is True"
@@ -348,7 +348,7 @@ def _(s):
     "is left out",
     fix="set rollout.calculate_log_probs=True",
 )
-def _(s):
+def log_probs_needed(s):
     for key in ("rollout_is", "rollout_rs", "bypass_mode"):
         value = s.get(f"algorithm.rollout_correction.{key}")
         if value and not s.get(f"{ROLLOUT}.calculate_log_probs"):
@@ -453,7 +453,7 @@ def plan_of(s: Setup) -> memory_plan.Plan | None:
     why="the planner expects it to run out of memory",
     fix="see: python -m ascend_rl.memory_plan -h; more CP, PP or SP, recomputation, a smaller token budget",
 )
-def _(s):
+def train_memory(s):
     plan = plan_of(s)
     if plan and plan.training and not plan.training.fits:
         peak, budget = plan.training.peak_bytes / 2**30, plan.training.budget_bytes / 2**30
@@ -472,7 +472,7 @@ def _(s):
     why="the planner expects the weight sync to run out of memory",
     fix="more TP, PP or EP in training or rollout; see: python -m ascend_rl.memory_plan -h",
 )
-def _(s):
+def sync_memory(s):
     plan = plan_of(s)
     if not (plan and plan.training and plan.rollout):
         return
@@ -494,7 +494,7 @@ def _(s):
     "gpu_memory_utilization leaves",
     fix="see: python -m ascend_rl.memory_plan -h; more TP or EP, a higher gpu_memory_utilization",
 )
-def _(s):
+def rollout_memory(s):
     plan = plan_of(s)
     if not (plan and plan.rollout) or plan.rollout.fits:
         return
@@ -517,7 +517,7 @@ def _(s):
     why="more run while responses are short, and are preempted and computed again when they grow",
     fix="choose max_num_seqs by the usual length of responses",
 )
-def _(s):
+def kv_capacity(s):
     plan, wanted = plan_of(s), s.number(f"{ROLLOUT}.max_num_seqs")
     if plan and plan.rollout and plan.rollout.fits and plan.rollout.max_num_seqs < wanted:
         yield (
@@ -537,7 +537,7 @@ def _(s):
     "the first step",
     fix=f"set {ACTOR}.use_torch_compile=False",
 )
-def _(s):
+def torch_compile(s):
     if s.npu and s.fsdp and s.get(f"{ACTOR}.use_torch_compile"):
         yield f"{ACTOR}.use_torch_compile", "True (verl's default)"
 
@@ -550,7 +550,7 @@ def _(s):
     "matrix of long sequences runs out of memory in the update",
     fix=f"+{MEGATRON}.override_transformer_config.use_flash_attn=True",
 )
-def _(s):
+def train_flash_attn(s):
     key = f"{MEGATRON}.override_transformer_config.use_flash_attn"
     if s.npu and s.megatron and s.get(key) is not True:
         yield key, str(s.get(key, "not set"))
@@ -565,7 +565,7 @@ def _(s):
     fix="+...override_transformer_config.position_embedding_type=rope, and quotes: "
     "\"...pipeline_num_transformer_layers='[[23],[24],[24],[23]]'\"",
 )
-def _(s):
+def mindspeed_values(s):
     prefix = f"{MEGATRON}.override_transformer_config"
     if not (s.npu and s.megatron):
         return
@@ -584,7 +584,7 @@ def _(s):
     why="Megatron raises ValueError",
     fix="add recompute_method=uniform and recompute_num_layers=1",
 )
-def _(s):
+def train_recompute(s):
     prefix = f"{MEGATRON}.override_transformer_config"
     if (
         s.megatron
@@ -604,7 +604,7 @@ def _(s):
     why="its experts are stored as one grouped matrix, which mbridge (verl's default) does not know",
     fix=f"{MEGATRON}.use_mbridge=False with use_dist_checkpointing=True and a converted checkpoint",
 )
-def _(s):
+def overlap_weights(s):
     prefix = f"{MEGATRON}.override_transformer_config"
     dense = s.model and not s.model.experts
     by_variable = s.variable(switches.OVERLAP) == 1 and not dense
@@ -622,7 +622,7 @@ def _(s):
     why="verl has nothing to load the weights from",
     fix=f"set {MEGATRON}.dist_checkpointing_path",
 )
-def _(s):
+def dist_checkpoint(s):
     if (
         s.megatron
         and s.get(f"{MEGATRON}.use_dist_checkpointing")
@@ -638,7 +638,7 @@ def _(s):
     why="both move the same states between host and die",
     fix=f"set {MEGATRON}.optimizer_offload=False",
 )
-def _(s):
+def swap_optimizer(s):
     if (
         s.megatron
         and s.get(f"{MEGATRON}.override_transformer_config.swap_optimizer")
@@ -659,7 +659,7 @@ def saves(s: Setup) -> int:
     why="each node writes its shards; a resume finds only its own",
     fix="use an absolute path that all nodes mount",
 )
-def _(s):
+def shared_storage(s):
     if s.number("trainer.nnodes") < 2:
         return
     keys = ["trainer.default_local_dir"] if saves(s) else []
@@ -678,7 +678,7 @@ def _(s):
     why="with save_freq=-1 verl saves nothing, not even the last step: a failure costs the whole run",
     fix="trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2; see docs/resilience.md for how often",
 )
-def _(s):
+def saves_nothing(s):
     random_weights = s.megatron and not s.get(f"{ACTOR}.load_weight", True)
     trial = random_weights or 0 < s.number("trainer.total_training_steps", 0) < 20
     if s.npu and not saves(s) and not trial:
@@ -692,7 +692,7 @@ def _(s):
     why="Megatron then restarts warm-up and decay, one step after the resume",
     fix=f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler=True; see docs/resilience.md",
 )
-def _(s):
+def schedule_restarts(s):
     optim = f"{ACTOR}.optim"
     if not (s.megatron and saves(s)) or s.get(f"{optim}.use_checkpoint_opt_param_scheduler"):
         return
@@ -710,7 +710,7 @@ def _(s):
     why="FSDP loads what as many dies saved, Megatron what Megatron saved",
     fix="train as the checkpoint was saved, set another OUTPUT_DIR, or trainer.resume_mode=disable",
 )
-def _(s):
+def resume_engine(s):
     mode = s.get("trainer.resume_mode")
     key = "trainer.resume_from_path" if mode == "resume_path" else "trainer.default_local_dir"
     if not s.here or mode == "disable":
@@ -729,7 +729,7 @@ def _(s):
     why="a save that fills the disk ends the run; earlier checkpoints stay whole",
     fix="set OUTPUT_DIR to a larger disk, or keep fewer: trainer.max_actor_ckpt_to_keep=1",
 )
-def _(s):
+def checkpoint_disk(s):
     if not (s.here and saves(s) and s.model):
         return
     folder = Path(str(s.get("trainer.default_local_dir", "."))).absolute()
@@ -747,7 +747,7 @@ def _(s):
     why="the actor refuses it when it is built",
     fix="see docs/hdp.md, or unset USE_HDP",
 )
-def _(s):
+def train_hdp(s):
     if s.variable("USE_HDP") != 1:
         return
     if not s.megatron:
@@ -778,7 +778,7 @@ def _(s):
     "than in GSPO",
     fix=f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
 )
-def _(s):
+def gspo_aggregation_unset(s):
     if s.get(f"{ACTOR}.policy_loss.loss_mode") in GSPO_LOSSES and f"{ACTOR}.loss_agg_mode" not in s.given:
         yield f"{ACTOR}.loss_agg_mode", "not set"
 
@@ -790,7 +790,7 @@ def _(s):
     why="it used to be ignored, now it is honoured: not the paper's objective",
     fix=f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
 )
-def _(s):
+def gspo_aggregation(s):
     mode = s.get(f"{ACTOR}.loss_agg_mode")
     if (
         s.get(f"{ACTOR}.policy_loss.loss_mode") in GSPO_LOSSES
@@ -807,7 +807,7 @@ def _(s):
     why="sequence ratios stay so close to 1 that bounds made for tokens never clip, and the other way round",
     fix="GSPO: clip_ratio_low=3e-4 clip_ratio_high=4e-4; token ratios: 0.2",
 )
-def _(s):
+def clip_range(s):
     loss = s.get(f"{ACTOR}.policy_loss.loss_mode")
     for key in (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"):
         bound = s.get(key, 0.2)
@@ -824,7 +824,7 @@ def _(s):
     why="with one, every sequence ratio is 1 and nothing is ever clipped",
     fix="lower ppo_mini_batch_size",
 )
-def _(s):
+def gspo_on_policy(s):
     mini, train = s.number(f"{ACTOR}.ppo_mini_batch_size"), s.number("data.train_batch_size")
     if s.get(f"{ACTOR}.policy_loss.loss_mode") in GSPO_LOSSES and mini >= train:
         yield f"{ACTOR}.ppo_mini_batch_size", f"{mini} of {train}: one update"
@@ -837,7 +837,7 @@ def _(s):
     why="otherwise dynamic sampling stops the run, at its start or after its last generation batch",
     fix="see docs/dapo.md",
 )
-def _(s):
+def filter_groups(s):
     from omegaconf import OmegaConf
 
     if s.get("algorithm.filter_groups.enable"):
@@ -860,7 +860,7 @@ def _overlong(s: Setup) -> tuple[str, dict, Any, str]:
     why="verl 0.7.1 asserts it when the reward workers start, although enable=False",
     fix="give +reward.reward_kwargs.max_resp_len=..., or leave overlong_buffer_cfg out",
 )
-def _(s):
+def algorithm_overlong(s):
     where, buffer, most, manager = _overlong(s)
     if not buffer or manager != "dapo":
         return
@@ -903,7 +903,7 @@ def _(s):
     why="the penalty is never paid, paid in full too early, or ignored",
     fix="reward.reward_kwargs.max_resp_len=data.max_response_length with reward.reward_manager.name=dapo",
 )
-def _(s):
+def overlong_length(s):
     where, buffer, most, manager = _overlong(s)
     if not buffer.get("enable"):
         return
@@ -926,7 +926,7 @@ def _(s):
     why="with a second update, or a correction that compares them, old and new differ: ratios become wrong",
     fix="one mini-batch a step, ppo_epochs=1 and no rollout correction; or recompute_old_log_prob=True",
 )
-def _(s):
+def algorithm_old_log_prob(s):
     from omegaconf import OmegaConf
 
     if s.get(old_log_prob.SWITCH) is False:
@@ -940,7 +940,7 @@ def _(s):
     why="verl passes vLLM enable_return_routed_experts, which 0.13.0 does not know: no server starts",
     fix="enable_rollout_routing_replay=False and actor.router_replay.mode=disabled (or R2)",
 )
-def _(s):
+def routing_replay(s):
     key = f"{ROLLOUT}.enable_rollout_routing_replay"
     if s.get(f"{ROLLOUT}.name") == "vllm" and s.get(key):
         yield key, "True, with vLLM 0.13.0"
@@ -968,7 +968,7 @@ def _substring_tests(source: str) -> Iterator[int]:
     why="'1' is in almost every response: the model is paid for writing digits",
     fix="extract the final answer and compare it as a number or an expression",
 )
-def _(s):
+def substring_reward(s):
     for key in ("reward.custom_reward_function.path", "custom_reward_function.path"):
         file = Path(str(s.get(key, ""))).expanduser()
         if file.is_file() and file.suffix == ".py":

@@ -160,7 +160,7 @@ def _columns(s: Setup, kinds: dict[str, str]) -> Iterator[tuple[str, str]]:
     why="the run ends when the data are loaded, or with the first reward",
     fix="download or convert it again: python -m ascend_rl.data -h",
 )
-def _(s):
+def data_content(s):
     for key in DATA:
         for file in data_files(s, key):
             rows, kinds, why = _read(file)
@@ -178,7 +178,7 @@ def _(s):
     why="verl drops the last batch where it is not full and stops: 'Train dataloader is empty!'",
     fix="lower data.train_batch_size (and ppo_mini_batch_size), or give more data",
 )
-def _(s):
+def data_rows(s):
     batch = s.number("data.gen_batch_size", 0) or s.number("data.train_batch_size")
     name = "data.gen_batch_size" if s.get("data.gen_batch_size") else "data.train_batch_size"
     for key, least, most in (
@@ -240,7 +240,7 @@ def sources_of(file: Path, stamp: tuple[int, int]) -> frozenset[str]:
     why="verl raises NotImplementedError with the first reward, after the first rollout",
     fix="reward.custom_reward_function.path=ascend_rl/recipe/math_reward.py, or a function of your own",
 )
-def _(s):
+def data_source(s):
     own = s.get("reward.custom_reward_function.path") or s.get("custom_reward_function.path")
     names, begins = known_sources()
     if own or not names or not _rewarded(s):
@@ -317,7 +317,7 @@ def _weights(folder: Path) -> Iterator[tuple[str, str]]:
     why="loading the model fails on every die",
     fix=DOWNLOAD,
 )
-def _(s):
+def paths_weights(s):
     for key, folder, weights in _models(s):
         try:
             json.loads((folder / "config.json").read_text())
@@ -335,7 +335,7 @@ def _(s):
     why="verl and vLLM stop when they load it",
     fix="copy the tokenizer's files of the model there (tokenizer.json, tokenizer_config.json)",
 )
-def _(s):
+def paths_tokenizer(s):
     key = "actor_rollout_ref.model.tokenizer_path"
     folders = [(key, folder) for folder in [local_path(s.get(key))] if folder and folder.is_dir()]
     if not s.get(key):
@@ -356,7 +356,7 @@ def _(s):
     why="verl reads the number of the step from all that follows global_step_: ValueError when it loads",
     fix="name the directory of the step",
 )
-def _(s):
+def resume_step(s):
     key, path = "trainer.resume_from_path", str(s.get("trainer.resume_from_path"))
     if s.get("trainer.resume_mode") != "resume_path" or "global_step_" not in path:
         return  # train.resume says so

@@ -126,7 +126,7 @@ def _within(where: str, value: Any, kind: str) -> Iterator[Hit]:
     why="the server ends when it reads its arguments",
     fix="remove it",
 )
-def _(s):
+def options_vllm(s):
     options = vllm_options()
     if not options or s.get(f"{ROLLOUT}.name") != "vllm":
         return
@@ -148,7 +148,7 @@ def _(s):
     why="it is silently ignored",
     fix="remove it",
 )
-def _(s):
+def options_vllm_ascend(s):
     where = f"{VLLM}.additional_config"
     given = s.mapping(where)
     text = "".join(file.read_text() for file in sources("vllm_ascend", "**/*.py")) if s.npu and given else ""
@@ -186,7 +186,7 @@ def _transformer(s: Setup) -> Iterator[tuple[bool, Hit]]:
     why="megatron-core raises TypeError when it builds the model; MindSpeed silently ignores it",
     fix="remove it",
 )
-def _(s):
+def options_transformer(s):
     yield from (hit for sure, hit in _transformer(s) if sure)
 
 
@@ -197,7 +197,7 @@ def _(s):
     why="megatron-core does not have it, and MindSpeed, which may, is not here",
     fix="run this where MindSpeed is: ./download_frameworks_source_code.sh --only mindspeed",
 )
-def _(s):
+def options_unchecked(s):
     yield from ((hit[0], "not checked") for sure, hit in _transformer(s) if not sure)
 
 
@@ -208,7 +208,7 @@ def _(s):
     why="TypeError when the model is built",
     fix="remove it",
 )
-def _(s):
+def options_ddp(s):
     fields = megatron_classes().get("DistributedDataParallelConfig", {})
     for name, where in _megatron(s, "megatron.override_ddp_config", fields).items():
         yield from _wrong(where, [name], fields, "DistributedDataParallelConfig")
@@ -221,7 +221,7 @@ def _(s):
     why="TypeError when the optimizer is built",
     fix="remove it",
 )
-def _(s):
+def options_optimizer(s):
     fields = megatron_classes().get("OptimizerConfig", {})
     for name, where in _megatron(s, "optim.override_optimizer_config", fields).items():
         yield from _wrong(where, [name], fields, "OptimizerConfig")

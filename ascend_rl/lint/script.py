@@ -44,7 +44,7 @@ def _lines(s: Setup) -> Iterator[tuple[str, str]]:
     why="it kills every Python program of the machine, other users' and the launcher's included",
     fix="remove it; ray_start_npu.sh stops what it started, also after a crash (--stop)",
 )
-def _(s):
+def kill_by_name(s):
     for where, line in _lines(s):
         of_a_parent = re.search(r"\bpkill\b.*\s(-P|--parent)\b", line) and " -f" not in line
         if (re.search(r"\b(pkill|killall)\b", line) and not of_a_parent) or re.search(
@@ -60,7 +60,7 @@ def _(s):
     why="caches, keys and Ray's files of this user move, and differ from node to node",
     fix="set HF_HOME, XDG_CACHE_HOME or OUTPUT_DIR instead",
 )
-def _(s):
+def script_home(s):
     for where, line in _lines(s):
         if re.match(r"\s*(export\s+)?HOME=", line):
             yield where, line.strip()
@@ -73,7 +73,7 @@ def _(s):
     why="an override with a space or a * is split into several words",
     fix='write "$@"',
 )
-def _(s):
+def unquoted_arguments(s):
     for where, line in _lines(s):
         if re.search(r"""(?<!["'\\])\$[@*](?!["'])""", line):
             yield where, line.strip()[-60:]
@@ -86,7 +86,7 @@ def _(s):
     why="the command ends there; the overrides below it are not passed on but run as commands of their own",
     fix="remove what follows the backslash, or the comment line below it; better: an array, ARGS=( ... )",
 )
-def _(s):
+def script_continuation(s):
     for where, line in _lines(s):
         if re.search(r"\\[ \t]+(#.*)?$", line):
             yield where, f"'{line.strip()[-40:]}' ends in a backslash and a blank"
@@ -109,7 +109,7 @@ def _(s):
     "flash_attn and stops with PackageNotFoundError; nodes may differ",
     fix="change the image, or requirements and the lock",
 )
-def _(s):
+def script_installs(s):
     for where, line in _lines(s):
         if re.search(r"\bpip3?\s+install\b", line):
             yield where, line.strip()[:60]
@@ -145,7 +145,7 @@ def _assigned_above(s: Setup, name: str, path: str, number: int) -> bool:
     why="bash reads it as empty or 0 there: a token budget divided by it is empty",
     fix="move the assignment up",
 )
-def _(s):
+def used_before_set(s):
     for where, name in s.run.unset:
         path, _, number = where.rpartition(":")
         if _assigned(s, name) and name not in INHERITED and not _assigned_above(s, name, path, int(number)):
@@ -159,7 +159,7 @@ def _(s):
     why="bash reads it as empty",
     fix="set it, or give it a default: ${NAME:-...}",
 )
-def _(s):
+def never_set(s):
     for where, name in s.run.unset:
         if name not in LAUNCHER_SETS and not _assigned(s, name) and not _tested(s, where, name):
             yield where, f"{name} is used but nowhere set"
@@ -171,7 +171,7 @@ def _(s):
     "no placeholder is left",
     fix="pass the value by a variable or an override instead of editing the script",
 )
-def _(s):
+def script_placeholder(s):
     names = [name for name in s.env if re.search(r"ADDR|_IF_IP|IFNAME|_PATH$|_DIR$", name)]
     values = [(f"${name}", s.env[name]) for name in names]
     values += [(key, value) for key, given in s.given.items() for value in given]
@@ -190,7 +190,7 @@ def _(s):
     why="the last one wins, whatever a reader of the first believes",
     fix="keep one",
 )
-def _(s):
+def config_duplicate(s):
     keys = [
         word.partition("=")[0].lstrip("+~") for word in s.own_args if "=" in word and not word.startswith("-")
     ]
@@ -206,7 +206,7 @@ def _(s):
     why="a variable in it was empty",
     fix="set the variable; write null if nothing is meant",
 )
-def _(s):
+def empty_value(s):
     for key, values in s.given.items():
         if "" in values:
             yield key, "no value"
@@ -227,7 +227,7 @@ def _variables(s: Setup) -> Iterator[Any]:
     why="it is ignored or refused",
     fix="see docs/tuning.md",
 )
-def _(s):
+def env_value(s):
     for entry in _variables(s):
         value = s.env.get(entry.name)
         if value is not None and entry.values and value not in entry.values:
@@ -235,7 +235,7 @@ def _(s):
 
 
 @rule("env.required", "error", "the variables that RL on NPUs requires are set", fix="see docs/tuning.md")
-def _(s):
+def env_required(s):
     file = sources("verl", "workers/rollout/vllm_rollout/utils.py")
     own = mapping("VLLM_ASCEND_REQUIRED_ENV_VARS", file) if s.vllm else {}  # verl sets what is unset
     for entry in _variables(s):
@@ -256,14 +256,14 @@ def _(s):
     why="nothing in the pinned versions reads it",
     fix="remove it",
 )
-def _(s):
+def env_unread(s):
     for entry in _variables(s):
         if entry.unread is not None and entry.name in s.env:
             yield f"${entry.name}", "set", f"use {entry.unread}" if entry.unread else "remove it"
 
 
 @rule("env.advised", "info", "the variables recommended by the practice are set", fix="see docs/tuning.md")
-def _(s):
+def env_advised(s):
     for entry in _variables(s):
         if entry.advise is not None and entry.name not in s.env:
             yield f"${entry.name}", f"not set: {entry.why['en']}", f"export {entry.name}={entry.advise}"
@@ -277,7 +277,7 @@ def _(s):
     "longer than 1836 s for the others (verl#2629)",
     fix="export HCCL_CONNECT_TIMEOUT=7200 HCCL_EXEC_TIMEOUT=7200",
 )
-def _(s):
+def hccl_timeouts(s):
     if s.npu and s.number("trainer.nnodes") > 1 and s.variable("HCCL_CONNECT_TIMEOUT", 120) < 600:
         yield "$HCCL_CONNECT_TIMEOUT", s.env.get("HCCL_CONNECT_TIMEOUT", "not set (120 s)")
     if (
@@ -296,7 +296,7 @@ def _(s):
     "time out (vllm-ascend#14928)",
     fix="unset HCCL_OP_EXPANSION_MODE, and set additional_config.hccl_op_expansion_mode.tp=AIV",
 )
-def _(s):
+def aiv_domains(s):
     if s.npu and s.env.get("HCCL_OP_EXPANSION_MODE") == "AIV":
         yield "$HCCL_OP_EXPANSION_MODE", "AIV, for all domains of training and rollout"
     where = "additional_config.hccl_op_expansion_mode"
@@ -313,7 +313,7 @@ def _(s):
     "allows it all CPUs, and mode 2 puts the main threads of all workers on CPU 0",
     fix="export CPU_AFFINITY_CONF=0, or CORE_BINDING=1 as well (docs/host_bound.md)",
 )
-def _(s):
+def cpu_affinity(s):
     given = s.env.get("CPU_AFFINITY_CONF", "")
     if s.npu and s.variable("CORE_BINDING") != 1 and for_torch_npu(given, [[0]]) not in (None, given):
         yield "$CPU_AFFINITY_CONF", f"'{given}', without ranges"
@@ -326,7 +326,7 @@ def _(s):
     why="Megatron overlaps communication only with it, and stops without",
     fix="export CUDA_DEVICE_MAX_CONNECTIONS=1",
 )
-def _(s):
+def device_connections(s):
     value = s.env.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # verl sets it to 1 where it is not set
     if s.megatron and s.tp * s.cp > 1 and value != "1":
         yield "$CUDA_DEVICE_MAX_CONNECTIONS", value

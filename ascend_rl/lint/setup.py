@@ -6,7 +6,8 @@ counts as the default there; another rule reports it. The geometry of a model co
 from the name of a published checkpoint, so that a recipe can be checked on a machine without the weights.
 
 A rule is one small function that yields (where, detail) or (where, detail, fix); `rule` enters it into RULES
-with its id, its severity, what it checks, the failure that is known to follow, and the fix.
+with its id, its severity, what it checks, the failure that is known to follow, and the fix. The function has
+the last part of its id as its name, or the whole id where that part is one word or names something else.
 """
 
 from __future__ import annotations

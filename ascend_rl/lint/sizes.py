@@ -29,7 +29,7 @@ SIZES = (
 
 
 @rule("parallel.positive", "error", "sizes are positive integers", fix="set the variable it comes from")
-def _(s):
+def parallel_positive(s):
     for key in SIZES:
         value = s.get(key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -43,7 +43,7 @@ def _(s):
     why="Megatron stops with 'world_size is not divisible'",
     fix="change nodes, TP, PP or CP",
 )
-def _(s):
+def parallel_world(s):
     if s.megatron and s.dp == 0:
         yield (
             MEGATRON,
@@ -58,7 +58,7 @@ def _(s):
     why="verl stops when it makes the mesh or the attention",
     fix="use a divisor; set model.use_remove_padding=True",
 )
-def _(s):
+def parallel_ulysses(s):
     key = f"{ACTOR}.ulysses_sequence_parallel_size"
     if not s.fsdp or s.sp == 1:
         return
@@ -77,7 +77,7 @@ def _(s):
     why="'num_query_groups must be a multiple of tensor_model_parallel_size'",
     fix="lower TP; use CP or PP instead",
 )
-def _(s):
+def parallel_kv_heads(s):
     if s.megatron and s.model and s.model.kv_heads % s.tp:  # heads are a multiple of KV heads
         yield (
             f"{MEGATRON}.tensor_model_parallel_size",
@@ -92,7 +92,7 @@ def _(s):
     why="Megatron cannot share the experts out",
     fix="use a divisor of the number of experts",
 )
-def _(s):
+def parallel_experts(s):
     if s.megatron and s.model and s.ep > 1 and (not s.model.experts or s.model.experts % s.ep):
         yield f"{MEGATRON}.expert_model_parallel_size", f"{s.model.experts or 'no'} experts, EP {s.ep}"
 
@@ -104,7 +104,7 @@ def _(s):
     why="Megatron stops with 'decoder world_size is not divisible'",
     fix="set expert_tensor_parallel_size=1 (it defaults to TP), or lower EP",
 )
-def _(s):
+def expert_world(s):
     if s.megatron and s.ep > 1 and s.dies % (s.etp * s.ep * s.pp):
         yield (
             f"{MEGATRON}.expert_model_parallel_size",
@@ -119,7 +119,7 @@ def _(s):
     why="Megatron refuses EP with TP without it",
     fix="leave megatron.sequence_parallel at True",
 )
-def _(s):
+def sequence_parallel(s):
     if s.megatron and s.ep > 1 and s.tp > 1 and not s.get(f"{MEGATRON}.sequence_parallel"):
         yield f"{MEGATRON}.sequence_parallel", f"False with TP {s.tp} and EP {s.ep}"
 
@@ -132,7 +132,7 @@ def _(s):
     fix="give a split, e.g. for 94 layers on 4 stages "
     "+...override_transformer_config.num_layers_in_first_pipeline_stage=23 and ..._last_...=23",
 )
-def _(s):
+def parallel_layers(s):
     if not s.megatron or not s.model or s.pp == 1:
         return
     prefix = f"{MEGATRON}.override_transformer_config"
@@ -160,7 +160,7 @@ def _(s):
     why="verl stops with 'rollout world_size is not divisible by infer_world_size'",
     fix="change TP or DP",
 )
-def _(s):
+def rollout_world(s):
     size = s.rollout_tp * s.rollout_dp
     if s.dies % size:
         yield (
@@ -176,7 +176,7 @@ def _(s):
     why="verl asserts that a server fills whole nodes or fits in one",
     fix="lower TP, raise data_parallel_size",
 )
-def _(s):
+def rollout_node(s):
     node = s.size("trainer.n_gpus_per_node")
     if node % s.rollout_tp and s.rollout_tp % node:
         fits = max(size for size in range(1, min(node, s.rollout_tp) + 1) if node % size == 0)
@@ -191,7 +191,7 @@ def _(s):
     why="every layer's all-reduce goes over the network between nodes",
     fix="lower TP, raise data_parallel_size",
 )
-def _(s):
+def rollout_across(s):
     node = s.size("trainer.n_gpus_per_node")
     if s.rollout_tp > node and s.rollout_tp % node == 0:
         key = f"{ROLLOUT}.tensor_model_parallel_size"
@@ -205,7 +205,7 @@ def _(s):
     why="vLLM stops when it builds the attention",
     fix="use a divisor of the number of heads",
 )
-def _(s):
+def rollout_heads(s):
     if s.model:
         tp, kv = s.rollout_tp, s.model.kv_heads
         if s.model.heads % tp or (kv % tp and tp % kv):
@@ -219,7 +219,7 @@ def _(s):
     why="verl asserts that expert_parallel_size equals tensor_model_parallel_size * data_parallel_size",
     fix="set expert_parallel_size to TP x DP, or to 1",
 )
-def _(s):
+def rollout_experts(s):
     ep = s.number(f"{ROLLOUT}.expert_parallel_size")
     if (
         s.get(f"{ROLLOUT}.name") != "trtllm"
@@ -233,7 +233,7 @@ def _(s):
 
 
 @rule("parallel.rollout_pp", "error", "rollout PP is 1", why="verl has none for vLLM", fix="use TP and DP")
-def _(s):
+def rollout_pp(s):
     if s.number(f"{ROLLOUT}.pipeline_model_parallel_size") > 1:
         yield f"{ROLLOUT}.pipeline_model_parallel_size", "above 1"
 
@@ -245,7 +245,7 @@ def _(s):
     why="a server that is not given a DP size takes this one and waits for ranks that do not exist",
     fix="set both to dies / TP, or unset the variable",
 )
-def _(s):
+def vllm_dp(s):
     size = s.variable("VLLM_DP_SIZE", 1)
     if size > 1 and size != s.rollout_dp:
         yield "$VLLM_DP_SIZE", f"{size}, data_parallel_size {s.rollout_dp}, {s.dies} dies / TP {s.rollout_tp}"
@@ -259,7 +259,7 @@ def _(s):
     "hands data_parallel_size to vLLM only with expert_parallel_size above 1",
     fix="switch it off (ROLLOUT_REBALANCE_ENABLE=0), or make engines of fewer dies (TP)",
 )
-def _(s):
+def rollout_servers(s):
     size = s.rollout_tp * s.rollout_dp
     engines = s.dies // size * (s.rollout_dp if s.number(f"{ROLLOUT}.expert_parallel_size") > 1 else 1)
     for switch in ("rollout_rebalance.enable", "data_rebalance"):
@@ -274,7 +274,7 @@ def _(s):
     why="Ray waits for NPUs that no node has",
     fix="pass NPUS_PER_NODE and NNODES on: trainer.n_gpus_per_node=...",
 )
-def _(s):
+def parallel_node(s):
     for key, names in (
         ("trainer.n_gpus_per_node", "NPUS_PER_NODE NGPUS_PER_NODE GPUS_PER_NODE"),
         ("trainer.nnodes", "NNODES"),
@@ -314,7 +314,7 @@ def _per_rank(s: Setup) -> float:
     why="verl stops, or makes no update from a full mini-batch",
     fix="lower ppo_mini_batch_size",
 )
-def _(s):
+def batch_mini(s):
     mini, train = s.number(f"{ACTOR}.ppo_mini_batch_size"), s.number("data.train_batch_size")
     if mini > train:
         yield f"{ACTOR}.ppo_mini_batch_size", f"{mini}, and data.train_batch_size is {train}"
@@ -327,7 +327,7 @@ def _(s):
     why="the last mini-batch of a step is smaller, and its samples weigh more",
     fix="use a divisor",
 )
-def _(s):
+def mini_divides(s):
     mini, train = s.number(f"{ACTOR}.ppo_mini_batch_size"), s.number("data.train_batch_size")
     if 0 < mini < train and train % mini:
         yield f"{ACTOR}.ppo_mini_batch_size", f"{train} prompts in mini-batches of {mini}"
@@ -340,7 +340,7 @@ def _(s):
     why="verl rounds the mini-batch of a rank down, or cannot share the batch out",
     fix="change batch, n or DP",
 )
-def _(s):
+def batch_ranks(s):
     n = s.number(f"{ROLLOUT}.n")
     for key in (f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"):
         if s.dp and s.number(key) * n % s.dp:
@@ -354,7 +354,7 @@ def _(s):
     why="verl asserts 'real_train_batch_size must be divisible by minimal possible batch size'",
     fix="change the batch, or set use_dynamic_bsz=True",
 )
-def _(s):
+def batch_dies(s):
     samples = s.number("data.train_batch_size") * s.number(f"{ROLLOUT}.n")
     if s.fsdp and not s.dynamic and s.dies and samples % s.dies:
         yield "data.train_batch_size", f"{samples} sequences, {s.dies} dies"
@@ -367,7 +367,7 @@ def _(s):
     why="verl (and MindSpeed: 'Please set micro_batch_size or set use_flash_attn=True') cannot split a batch",
     fix="set it, or use_dynamic_bsz=True with a token budget",
 )
-def _(s):
+def micro_missing(s):
     if s.dynamic:
         return
     keys = [f"{ACTOR}.ppo_micro_batch_size", f"{ROLLOUT}.log_prob_micro_batch_size"]
@@ -385,7 +385,7 @@ def _(s):
     why="verl asserts that the normalized mini-batch is divisible",
     fix="use a divisor",
 )
-def _(s):
+def micro_divides(s):
     micro, per_rank = s.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 0), int(_per_rank(s))
     if not s.dynamic and micro and per_rank and per_rank % micro:
         yield (
@@ -401,7 +401,7 @@ def _(s):
     why="verl asserts 'max_token_len must be greater than the sequence length', after the first rollout",
     fix="set it to at least (prompt + response) / CP or SP, rounded up",
 )
-def _(s):
+def token_budget(s):
     budgets = [
         (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu", s.sp),
         (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu", s.sp),

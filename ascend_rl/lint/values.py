@@ -150,7 +150,7 @@ def _nodes(config: Any, prefix: str = "") -> Iterator[tuple[str, dict]]:
     why="the run ends where the name is looked up: at the start, or after the first rollout",
     fix="use a name that exists",
 )
-def _(s):
+def values_name(s):
     for key, known in NAMES.items():
         if key in EXTENSIBLE and s.get(EXTENSIBLE[key]):
             continue
@@ -180,7 +180,7 @@ def _(s):
     why="the engine or the model refuses it when it is built, or takes another path in silence",
     fix="use a value of the list",
 )
-def _(s):
+def values_engine(s):
     if s.vllm:
         sent = pinned.forwarded(
             "args", "self.config", _verl("workers/rollout/vllm_rollout/vllm_async_server.py")
@@ -234,7 +234,7 @@ def _(s):
     why="verl or a framework stops with a TypeError, or takes the text 'False' for true",
     fix="write a number, or True or False",
 )
-def _(s):
+def values_type(s):
     for key in s.given:
         value = s.get(key)
         if value in (None, "") or isinstance(value, dict | list) or key not in s.defaults:
@@ -292,7 +292,7 @@ RANGES = (
 
 
 @rule("values.range", "error", "numbers are within the range that their user accepts", fix="see the range")
-def _(s):
+def values_range(s):
     for key, how, low, high, source in RANGES:
         value = s.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -317,7 +317,7 @@ UNBOUNDED = re.compile(r"(clip_grad|grad_clip|clip_ratio(_high|_c)?|threshold|_c
     why="it passes every comparison, and the update or a size becomes nan",
     fix="give a number",
 )
-def _(s):
+def values_finite(s):
     for key in s.given:
         value, default = s.get(key), s.defaults.get(key)
         for one in value if isinstance(value, list) else [value]:
@@ -336,7 +336,7 @@ def _(s):
     why="all n answers are the same, at n times the cost",
     fix="val_kwargs.n=1, or val_kwargs.do_sample=True with val_kwargs.temperature=1.0",
 )
-def _(s):
+def greedy_validation(s):
     key = f"{ROLLOUT}.val_kwargs"
     count, heat = s.number(f"{key}.n"), s.get(f"{key}.temperature", 0)
     if count > 1 and (heat == 0 or not s.get(f"{key}.do_sample")):
@@ -357,7 +357,7 @@ MIGRATED = re.compile(  # what verl 0.7.1 reads of its old node reward_model, be
     why="verl 0.7.1 moves what it knows from reward_model to reward and deletes the rest: it is ignored",
     fix="use the key below reward",
 )
-def _(s):
+def config_dropped(s):
     for key in s.given:
         name = key.removeprefix("reward_model.")
         if name == key or MIGRATED.fullmatch(name) or s.get(key) is None:
@@ -391,7 +391,7 @@ def _clipped_twice() -> list[str]:
     why="the loss asserts 'clip_ratio_c should be greater than 1.0', in the first update",
     fix="verl's default is 3.0",
 )
-def _(s):
+def dual_clip(s):
     value, loss = s.get(f"{ACTOR}.clip_ratio_c", 3.0), s.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     if loss in _clipped_twice() and isinstance(value, int | float) and value <= 1:
         yield (
@@ -409,7 +409,7 @@ def _(s):
     why="a response is compared with itself: GRPO's advantage is the reward itself, RLOO has no baseline",
     fix="raise rollout.n (16 in the recipes), or use another estimator",
 )
-def _(s):
+def group_of_one(s):
     estimators = pinned.registered("register_adv_est", _verl("trainer/ppo/core_algos.py"))
     node = estimators.get(str(s.get("algorithm.adv_estimator")))
     grouped = node is not None and "index" in {arg.arg for arg in node.args.args}
@@ -435,7 +435,7 @@ def _critic(s: Setup) -> bool:
     why="verl asserts 'resume ckpt must be str type' or '... must specify the global_steps' when it loads",
     fix="trainer.resume_from_path=.../global_step_<N>, or resume_mode=auto",
 )
-def _(s):
+def train_resume(s):
     path, mode = s.get("trainer.resume_from_path"), s.get("trainer.resume_mode")
     auto = s.override("trainer.resume_mode", "auto")
     if mode == "resume_path" and "global_step_" not in str(path):
@@ -452,7 +452,7 @@ def _(s):
     why="megatron-core refuses interleaving without a pipeline, and stages of unequal size",
     fix="use a divisor of layers / PP, or null",
 )
-def _(s):
+def virtual_pipeline(s):
     key = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
     stages = s.number(key, 0)
     if not s.megatron or stages < 1:
@@ -495,7 +495,7 @@ def _bucket(s: Setup, width: int) -> Iterator[Hit]:
     why="the sender asserts 'too large to fit in the bucket', after the model and the engines were loaded",
     fix="raise update_weights_bucket_megabytes",
 )
-def _(s):
+def rollout_bucket(s):
     yield from _bucket(s, WEIGHT_BYTES)
 
 
@@ -506,7 +506,7 @@ def _(s):
     why="verl's FSDP worker keeps the parameters in float32 and does not convert them before it sends them",
     fix="raise update_weights_bucket_megabytes",
 )
-def _(s):
+def bucket_full(s):
     full = s.get(f"{ACTOR}.fsdp_config.model_dtype", "fp32") in ("fp32", "float32")
     if s.fsdp and full and not any(_bucket(s, WEIGHT_BYTES)):
         yield from _bucket(s, 4)
@@ -520,7 +520,7 @@ def _(s):
     "prompts to that length and does not cut them",
     fix="data.filter_overlong_prompts=True",
 )
-def _(s):
+def data_unfiltered(s):
     key = "data.filter_overlong_prompts"
     asked = s.get("data.truncation") == "error" and "data.truncation" in s.given
     if s.vllm and asked and not s.get(key):
@@ -591,7 +591,7 @@ def _missing(s: Setup) -> Iterator[tuple[bool, Hit]]:
     why="it does not exist",
     fix="correct the path; every node must see it",
 )
-def _(s):
+def paths_missing(s):
     yield from (hit for sure, hit in _missing(s) if sure)
 
 
@@ -602,7 +602,7 @@ def _(s):
     why="nothing of the run's inputs is on this machine, so it was not checked",
     fix="run it on a node: python -m ascend_rl.preflight TRAIN ENV; every node: --cluster",
 )
-def _(s):
+def paths_elsewhere(s):
     hits = [hit for sure, hit in _missing(s) if not sure]
     if hits:
         yield ", ".join(dict.fromkeys(hit[0] for hit in hits)), ", ".join(dict.fromkeys(h[1] for h in hits))
@@ -615,7 +615,7 @@ def _(s):
     why="it cannot be loaded",
     fix="give what the message asks for",
 )
-def _(s):
+def paths_content(s):
     model = local_path(s.get("actor_rollout_ref.model.path"))
     if model and model.is_dir() and not (model / "config.json").is_file():
         inside = [str(path.parent) for path in sorted(model.glob("*/config.json"))]
@@ -644,7 +644,7 @@ def _(s):
     why="verl raises AttributeError when it loads the file",
     fix="correct the name",
 )
-def _(s):
+def paths_function(s):
     for key in ("reward.custom_reward_function", "custom_reward_function", "data.custom_cls"):
         path, name = local_path(s.get(f"{key}.path")), s.get(f"{key}.name")
         if not path or not path.is_file() or not name:
@@ -686,7 +686,7 @@ LOGGER_KEYS = {"wandb": ("WANDB_API_KEY", "api.wandb.ai"), "swanlab": ("SWANLAB_
     why="wandb asks for a key on a terminal that a Ray worker does not have, and the run ends",
     fix="export the key, or WANDB_MODE=offline",
 )
-def _(s):
+def logger_key(s):
     loggers = s.get("trainer.logger", [])
     for name in loggers if isinstance(loggers, list) else [loggers]:
         variable, host = LOGGER_KEYS.get(str(name), ("", ""))
@@ -720,7 +720,7 @@ NOSET_ANY = re.compile(r"RAY_EXPERIMENTAL_NOSET_\w+")
     "set_device fails, or two processes share a die",
     fix=f"unset {NOSET}, and Ray shows each process its die",
 )
-def _(s):
+def visible_devices(s):
     if not s.npu:
         return
     dies = [die.strip() for die in s.env.get(VISIBLE, "").split(",") if die.strip()]
@@ -745,7 +745,7 @@ PORTS = ("MASTER_PORT", "RAY_PORT", "DASHBOARD_PORT", "HCCL_IF_BASE_PORT", "PORT
     why="nothing can listen there",
     fix="use a free port; HCCL takes 16 ports from HCCL_IF_BASE_PORT on, which may be 1024 to 65520",
 )
-def _(s):
+def env_port(s):
     for name in PORTS:
         value, top = s.env.get(name), 65520 if name == "HCCL_IF_BASE_PORT" else 65535
         if value and not (value.isdigit() and 1024 <= int(value) <= top):
@@ -778,7 +778,7 @@ INTERFACES = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "N
     why="HCCL and gloo find no address and time out",
     fix="use one of: ip -br link",
 )
-def _(s):
+def env_interface(s):
     have = sorted(os.listdir("/sys/class/net")) if Path("/sys/class/net").is_dir() else []
     for name in INTERFACES:
         value = s.env.get(name, "")
