@@ -66,11 +66,18 @@ def wheels_file() -> Path:
             wheel.read("torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"),
             getattr(yaml, "CSafeLoader", yaml.SafeLoader),
         )
-        names = {}
+        modules = {}
         for member in wheel.namelist():
-            if re.fullmatch(r"torch_npu/(npu/\w+|utils/(__init__|storage)|__init__)\.py", member):
+            if re.fullmatch(
+                r"torch_npu/(npu/\w+|utils/(__init__|storage)|(_inductor/)?__init__)\.py", member
+            ):
                 module = member.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-                names[module] = sorted(top_level_names(ast.parse(wheel.read(member))))
+                modules[module] = ast.parse(wheel.read(member))
+        names = {module: top_level_names(tree) for module, tree in modules.items()}
+        for module, tree in modules.items():
+            for node in tree.body:  # from .memory import *
+                if isinstance(node, ast.ImportFrom) and node.level and node.names[0].name == "*":
+                    names[module] |= {n for n in names.get(f"{module}.{node.module}", ()) if n[0] != "_"}
         atb = {
             node.targets[0].id: ast.literal_eval(node.value)
             for node in ast.parse(wheel.read("torch_npu/op_plugin/atb/_atb_ops.py")).body
@@ -88,7 +95,7 @@ def wheels_file() -> Path:
             "atb": schemas_in(wheel.read("torch_npu/lib/libop_plugin_atb.so")),
             "_C_ascend": schemas_in(library),
             "atb names": {"torch_npu": atb["API_LIST"], "torch_npu.atb": atb["ATB_API_LIST"]},
-            "names": names,
+            "names": {module: sorted(found) for module, found in names.items()},
             "HCCL options": sorted(
                 {name.decode() for name in OPTION.findall(wheel.read("torch_npu/lib/libtorch_npu.so"))}
             ),
