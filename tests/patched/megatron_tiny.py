@@ -34,11 +34,13 @@ class Layout:
 
 
 def make_checkpoint(kind: str, path: Path, layers: int = 4, expert_size: int = 48) -> Path:
-    """A random Qwen3 ("dense") or Qwen3-MoE ("moe") with norms that are not 1, and a tokenizer of the same
-    size."""
+    """A random Qwen3 ("dense"), Qwen3-MoE ("moe") or Qwen2 ("qwen2") with norms that are not 1 and biases
+    that are not 0, and a tokenizer of the same size."""
     from tokenizers import Tokenizer, models
     from transformers import (
         PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -61,7 +63,10 @@ def make_checkpoint(kind: str, path: Path, layers: int = 4, expert_size: int = 4
         eos_token_id=1,
         pad_token_id=0,
     )
-    if kind == "dense":
+    if kind == "qwen2":
+        del common["head_dim"]  # hidden_size / num_attention_heads
+        model = Qwen2ForCausalLM(Qwen2Config(**common))
+    elif kind == "dense":
         model = Qwen3ForCausalLM(Qwen3Config(**common))
     else:
         model = Qwen3MoeForCausalLM(
@@ -74,8 +79,10 @@ def make_checkpoint(kind: str, path: Path, layers: int = 4, expert_size: int = 4
                 **common,
             )
         )
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.uniform_(parameter, -1.0, 1.0)
+        elif parameter.ndim == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         else:
             torch.nn.init.normal_(parameter, std=0.08)
