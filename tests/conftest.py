@@ -90,6 +90,13 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.fixture
+def short_tmp():
+    """A TMPDIR in which Ray's sockets have room; tmp_path is too long for them."""
+    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as directory:
+        yield Path(directory)
+
+
 @pytest.fixture(scope="session")
 def tiny(root) -> Path:
     """data/tiny: the tiny Qwen3, its tokenizer and its task."""

@@ -1,7 +1,7 @@
 """Static kernels that a run installed are gone when it has ended, and those of others are not.
 
-CANN and torchair are stood in for: a worker writes and installs a package where torchair would, and the
-package's uninstall script removes it, as CANN's does.
+Instead of CANN and torchair, a worker writes and installs a package where torchair would, and the package's
+uninstall script removes it, as CANN's does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -62,37 +61,30 @@ def cann(tmp_path):
     return home, packages
 
 
-@pytest.fixture
-def short():
-    """A TMPDIR for Ray's sockets."""
-    with tempfile.TemporaryDirectory(prefix="k", dir="/tmp") as directory:
-        yield Path(directory)
-
-
-def launcher(root: Path, tmp_path: Path, short: Path, cann, how: str) -> tuple[list[str], dict[str, str]]:
+def launcher(root: Path, tmp_path: Path, short_tmp: Path, cann, how: str) -> tuple[list[str], dict[str, str]]:
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "train_it.sh").write_text("")
     install = f"bash {tmp_path}/install.sh {OWN}"
     (tmp_path / "env.sh").write_text(f"python {tmp_path}/worker.py {OWN} '{install}' {how}; exit")
     variables = {
         "OUTPUT_DIR": str(tmp_path / "out"), "LOG_DIR": str(tmp_path / "logs"), "SKIP_PREFLIGHT": "1",
-        "ASCEND_HOME_PATH": str(cann[0]), "TMPDIR": str(short),
+        "ASCEND_HOME_PATH": str(cann[0]), "TMPDIR": str(short_tmp),
     }  # fmt: skip
     command = ["bash", "ray_start_npu.sh", f"{tmp_path}/train_it.sh", f"{tmp_path}/env.sh"]
     return command, os.environ | variables
 
 
-def test_a_worker_that_is_killed(root, tmp_path, short, cann):
-    command, environ = launcher(root, tmp_path, short, cann, "killed")
+def test_a_worker_that_is_killed(root, tmp_path, short_tmp, cann):
+    command, environ = launcher(root, tmp_path, short_tmp, cann, "killed")
     run = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=600)
     assert run.returncode == 137, run.stderr
     assert [path.name for path in cann[1].iterdir()] == [OTHER]
     assert (cann[1].parent / "removed").read_text().split() == [OWN]  # once
 
 
-def test_a_launcher_that_is_killed(root, tmp_path, short, cann):
+def test_a_launcher_that_is_killed(root, tmp_path, short_tmp, cann):
     """What it left is ended and uninstalled by --stop."""
-    command, environ = launcher(root, tmp_path, short, cann, "waits")
+    command, environ = launcher(root, tmp_path, short_tmp, cann, "waits")
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(command, cwd=root, env=environ, stderr=stderr, start_new_session=True)
         until = time.monotonic() + 300
@@ -105,7 +97,7 @@ def test_a_launcher_that_is_killed(root, tmp_path, short, cann):
     command = ["bash", "ray_start_npu.sh", "--stop"]
     stop = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=600)
     assert stop.returncode == 0, stop.stderr
-    assert [path.name for path in cann[1].iterdir()] == [OTHER] and not list(short.glob("ascend-rl-*"))
+    assert [path.name for path in cann[1].iterdir()] == [OTHER] and not list(short_tmp.glob("ascend-rl-*"))
 
 
 def test_without_a_launcher_torchair_decides(tmp_path):
