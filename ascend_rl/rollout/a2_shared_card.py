@@ -5,7 +5,7 @@ reduce-scatter) do not support several processes on a card (verl#5560), and ther
 Idea: an engine that can sleep shares its card; verl asks every engine for it, a server of its own has it off.
 Such an engine takes what vllm-ascend takes in other setups: all-gather, and matmul followed by a collective.
 Invariants: on other chips, and without sleep mode, nothing changes; with SWITCH off, nothing does.
-Cost: O(1) a step.
+Cost: O(1) per step.
 """
 
 from __future__ import annotations
@@ -32,4 +32,4 @@ def may_fuse(chip: str, sleeps: bool, environ: Mapping[str, str] | None = None) 
     True
     """
     environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
-    return chip != "A2" or not sleeps or not switched_on(SWITCH, {SWITCH: "1", **environ})
+    return chip != "A2" or not sleeps or (SWITCH in environ and not switched_on(SWITCH, environ))
