@@ -415,9 +415,8 @@ def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
         written = ("metrics.jsonl", "hydra", "run.json") if plan.role == "head" else ()
         if plan.role == "head" and not claim.claim(plan.output_dir, plan.kind):
             written += ("report.json", "report.html", "report.png")  # of whoever had the directory before
-        plan.log_dir.mkdir(
-            parents=True, exist_ok=True
-        )  # may be below output_dir, which is claimed while empty
+        # They may be below output_dir, which has to be claimed while it is empty.
+        plan.log_dir.mkdir(parents=True, exist_ok=True)
         log_file(plan).parent.mkdir(parents=True, exist_ok=True)
         set_aside([log_file(plan), *(plan.output_dir / name for name in written)])
         if plan.role == "head":  # for report.html: what differs from the recipe

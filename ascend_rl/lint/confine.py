@@ -389,6 +389,7 @@ def run(
     Raises:
         Unconfined: this machine cannot do it.
     """
+    start_s = max(timeout_s, START_S)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = subprocess.Popen(
@@ -398,7 +399,7 @@ def run(
         )  # fmt: skip
         theirs.close()
         try:
-            ours.settimeout(max(timeout_s, START_S))
+            ours.settimeout(start_s)
             message, fds, *_ = socket.recv_fds(ours, 4096, 1)
             if not fds:
                 raise _unconfined(message[1:].decode() or "no answer")
@@ -408,8 +409,7 @@ def run(
                 raise _unconfined(judge.unable)
             return outcome
         except TimeoutError:
-            within = max(timeout_s, START_S)
-            return Outcome([], "", "", f"no start within {within:.0f} s: the machine is overloaded")
+            return Outcome([], "", "", f"no start within {start_s:.0f} s: the machine is overloaded")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

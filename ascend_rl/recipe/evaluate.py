@@ -206,8 +206,8 @@ def show(name: str, value) -> str:
 
 def refuse_other(path: Path) -> None:
     """Raise CannotWork for a file that no evaluation wrote, such as a data set or a training run's report."""
-    with contextlib.suppress(FileNotFoundError):
-        start = "".join(path.read_text(errors="replace")[:20].split())
+    with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as file:
+        start = "".join(file.read(20).split())
         if start[: len(BEGINS)] != BEGINS[: len(start)]:
             raise CannotWork(f"{path} is not of an evaluation; choose another --out")
 

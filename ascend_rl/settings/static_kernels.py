@@ -7,7 +7,7 @@ Idea: in a run of the launcher they are built in the directory of the launch. Wh
 the launcher runs the uninstall script of each package that it finds there; for a launcher that was killed,
 the next one does, or --stop.
 Invariants: packages of others are left alone; without a launcher torchair decides, as upstream.
-Cost: one script a package, DEADLINE_S in all; what is left is named.
+Cost: one script per package, DEADLINE_S in all; what is left is named.
 """
 
 from __future__ import annotations
