@@ -69,7 +69,7 @@ VICTIMS = {  # names as in /proc/PID/comm
     "worker": "ray::WorkerDict",
     "engine": "VLLM::EngineCor",
     "server": "ray::vLLMHttpSe",
-    "agent": "ray::AgentLoopW",
+    "agent": "ray::RolloutWor",
     "reward": "ray::RewardLoop",
     "runner": "ray::TaskRunner",
     "raylet": "raylet",
@@ -77,7 +77,7 @@ VICTIMS = {  # names as in /proc/PID/comm
 }
 PHASES = {  # who does what then, as Ray's titles say
     "start": "WorkerDict.actor_rollout_init_model",
-    "rollout": "AgentLoopWorker.generate_sequences",
+    "rollout": "RolloutWorker.generate_sequences",
     "update": "WorkerDict.actor_rollout_update_actor",
     "save": "WorkerDict.actor_rollout_save_checkpoint",
     "sync": "WorkerDict.actor_rollout_update_weights",

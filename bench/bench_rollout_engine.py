@@ -157,8 +157,6 @@ class Rollouts:
     def __init__(self, switch: Switch, device: str, servers: int, directory: Path):
         from live_servers import Servers, configuration
 
-        from ascend_rl.rollout.sample_placer import attach
-
         rollout = "actor_rollout_ref.rollout"
         config = configuration(
             ROOT / "data/tiny/model",
@@ -183,7 +181,6 @@ class Rollouts:
             "environment": switch.variables,
         })  # fmt: skip
         self.switch, self.manager = switch, of_this.create(config)
-        attach(self.manager)
         self.ask(watch)
 
     def ask(self, function) -> list:

@@ -70,7 +70,7 @@ class Proposer:
 
     def request(self, name: str) -> SimpleNamespace:
         """What the runner knows of a request; it brings the earlier responses to its prompt, if there are."""
-        from ascend_rl.speculation.response_history import KEY
+        from ascend_rl.speculation.sam_history import KEY
 
         prompt, responses = self.earlier[int(name.split("/")[0])] if self.earlier else ((), ())
         texts = [np.concatenate([prompt, response]).astype(np.int32).tobytes() for response in responses]

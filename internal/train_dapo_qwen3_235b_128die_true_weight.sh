@@ -73,4 +73,4 @@ overlong_penalty
 trainer
 smoke moe megatron
 
-train verl.trainer.main_dapo "${ARGS[@]}" "$@"
+train verl.trainer.main_ppo "${ARGS[@]}" "$@"

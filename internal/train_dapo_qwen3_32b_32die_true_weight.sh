@@ -70,4 +70,4 @@ overlong_penalty
 trainer
 smoke dense megatron
 
-train verl.trainer.main_dapo "${ARGS[@]}" "$@"
+train verl.trainer.main_ppo "${ARGS[@]}" "$@"

@@ -11,7 +11,6 @@
 #            groups.
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 case "${1:-}" in -h | --help) . "$HERE/common.sh"; usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
-export MAIN="${MAIN:-main_dapo}"
 export LOSS_MODE="${LOSS_MODE:-vanilla}" LOSS_AGG_MODE="${LOSS_AGG_MODE:-token-mean}"
 export CLIP_RATIO_LOW="${CLIP_RATIO_LOW:-0.2}" CLIP_RATIO_HIGH="${CLIP_RATIO_HIGH:-0.28}"
 export OUTPUT_DIR="${OUTPUT_DIR:-$HERE/../outputs/dapo_qwen3_tiny_cpu}"

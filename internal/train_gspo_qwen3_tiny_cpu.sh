@@ -9,7 +9,7 @@
 #
 # Variables: STEPS (80), NNODES (1), NPUS_PER_NODE (1, each with a worker and a vLLM server), DATA_DIR (data/tiny),
 #            OUTPUT_DIR (outputs/gspo_qwen3_tiny_cpu), LOSS_MODE (gspo), LOSS_AGG_MODE (seq-mean-token-mean),
-#            CLIP_RATIO_LOW and CLIP_RATIO_HIGH (0.003, 0.004), MAIN (main_ppo: the module of verl.trainer)
+#            CLIP_RATIO_LOW and CLIP_RATIO_HIGH (0.003, 0.004)
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 . "$(dirname "${BASH_SOURCE[0]}")/qwen3_tiny_layout.sh"
 case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
@@ -61,4 +61,4 @@ ARGS=(
 )
 qwen3_tiny_layout  # rollout, length and outputs of the run
 
-train "verl.trainer.${MAIN:-main_ppo}" "${ARGS[@]}" "$@"
+train verl.trainer.main_ppo "${ARGS[@]}" "$@"

@@ -159,7 +159,7 @@ def test_logs_may_be_below_the_outputs(tmp_path):
 
 GONE = {"rmtree", "unlink", "remove", "rmdir", "removedirs", "rename", "renames", "move", "truncate"}
 WRITE = {"write_text", "write_bytes", "savefig", "save_pretrained", "to_parquet", "write_table", "save_file"}
-WRITE |= {"copy2", "copyfile", "copytree", "symlink_to", "hardlink_to", "touch"}
+WRITE |= {"copy2", "copyfile", "copytree", "symlink_to", "hardlink_to", "touch", "savez", "savez_compressed"}
 # "file function: call": why it loses nothing of the user's.
 REVIEWED = {
     # a directory that this process made with mkdtemp, or that launches() found to be one of ours
@@ -220,7 +220,7 @@ REVIEWED = {
 # "file function: call": where the file is.
 WRITTEN = {
     # in a directory that this process made with mkdtemp, or a child of it
-    "launch/check.py Engine.gap: model.save_pretrained(directory)",
+    "glue/engine_check.py gap: model.save_pretrained(directory)",
     "launch/launch.py registered: (directory / 'launch.json').open('w')",
     "launch/launch_node.py announce_agent: path.with_suffix('.early').write_text(port)",
     "launch/launch_node.py build_operators: (folder / f'{name}.log').open('w')",
@@ -272,7 +272,8 @@ WRITTEN = {
     "weights/journal.py Output._begin: os.open(self.partial / file, os.O_RDWR | os.O_CREAT, 420)",
     "weights/journal.py Output.add_file: os.open(self.partial / name, os.O_RDWR | os.O_CREAT, 420)",
     # in a checkpoint that is being saved, .partial
-    "rollout/sample_placer.py save: Path(checkpoint, LENGTHS).write_text(json.dumps(placer.earlier))",
+    "glue/rollout_manager.py save: memory.save(checkpoint)",
+    "rollout/prompt_memory.py PromptMemory.save: np.savez(Path(directory, FILE), **saved)",
     "weights/checkpoints.py begin: (partial / POSITION).write_text(json.dumps(asdict(passes.after(step))))",
     # KV of moved requests, in directories of the servers
     "rollout/moved_kv.py Depot.expect: (directory / ABOUT).write_text(self._about(weights))",

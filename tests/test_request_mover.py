@@ -15,27 +15,22 @@ import pytest
 from ascend_rl.rollout import request_mover
 from ascend_rl.rollout.request_mover import (
     ARRIVAL_CHECKS,
-    Engine,
     MovableRequests,
     MovableRouting,
     RequestMover,
     RolloutRebalanceConfig,
     can_move,
-    gather,
     generate,
-    has_died,
     held_requests,
     joined,
-    metrics,
     remaining,
     response_budget,
     settings,
-    split_servers,
 )
 from ascend_rl.rollout.rollout_rebalance import Move, Request
-from ascend_rl.rollout.server_restart import let_requests_go_on
+from ascend_rl.rollout.servers import Engine, engine_ids, handle_of, has_died
 from ascend_rl.settings.switch import CannotWork
-from ascend_rl.speculation.response_history import KEY
+from ascend_rl.speculation.sam_history import KEY
 
 CONFIG = SimpleNamespace(prompt_length=8, response_length=60)
 EOS = 0
@@ -213,16 +208,15 @@ class Rollout:
 
     def __init__(self, engines=(1, 1), **config):
         self.engines = {name: Server(count) for name, count in zip("ab", engines, strict=False)}
-        manager = SimpleNamespace(
-            rollout_config=SimpleNamespace(name="vllm", get={"data_rebalance": True}.get),
-            server_addresses=list(self.engines), server_handles=list(map(Remote, self.engines.values())),
-        )  # fmt: skip
-        asyncio.run(split_servers(manager))
-        self._server_id_to_handle = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+        self._server_id_to_handle = {
+            id: handle_of(id, Remote(server))
+            for (name, server), count in zip(self.engines.items(), engines, strict=False)
+            for id in engine_ids(name, count)
+        }
         self.balancer = Balancer(self._server_id_to_handle)
         self._load_balancer = Remote(self.balancer)
         self.config = SimpleNamespace(rollout=CONFIG, get=lambda key: None)
-        self.rebalance = self._moves = RolloutRebalanceConfig(True, **{"check_interval_s": 2e-3} | config)
+        self.rebalance = RolloutRebalanceConfig(True, **{"check_interval_s": 2e-3} | config)
 
     async def _acquire_server(self, request_id):
         name = await self._load_balancer.acquire_server.remote(request_id)
@@ -297,15 +291,6 @@ def test_moved_requests_end_as_if_they_had_stayed(engines, params):
     assert all(len(o.token_ids) <= limit for o, limit in zip(found, limits, strict=True))
     assert any(len(o.token_ids) == limit for o, limit in zip(found, limits, strict=True))
     assert all(len(o.token_ids) > params.get("min_tokens", 0) for o in found)
-
-
-def test_requests_move_where_servers_are_also_started_again():
-    moved = Rollout()
-    let_requests_go_on(SimpleNamespace(server_manager=moved))
-    requests = some_requests(1)
-    stayed = Rollout().run(requests)
-    assert [o.token_ids for o in moved.run(requests, somewhere(1))] == [o.token_ids for o in stayed]
-    assert moved.metrics["moves_running"] > 5
 
 
 def test_a_moved_request_takes_new_random_numbers():
@@ -424,16 +409,6 @@ def test_a_dead_server_is_forgotten_with_all_its_engines():
     assert balancer.move_request("y", "a#0") == "b" and balancer.move_request("z", "b") == "b"
     assert balancer.drop_server("b") == 1
     assert balancer.drop_server("c") == 0 and balancer._inflight_requests == {"c": 1}  # the last one stays
-
-
-@pytest.mark.parametrize("name, given", [("vllm", {}), ("sglang", {"data_rebalance": True})])
-def test_servers_are_split_only_where_it_serves_a_feature(name, given):
-    manager = SimpleNamespace(
-        rollout_config=SimpleNamespace(name=name, get=given.get),
-        server_addresses=["a"], server_handles=[None],  # nobody to ask for its engines
-    )  # fmt: skip
-    asyncio.run(split_servers(manager))
-    assert (manager.server_addresses, manager.server_handles) == (["a"], [None])
 
 
 def test_only_an_abort_is_asked_where_to_go():
@@ -724,24 +699,6 @@ def test_settings_are_checked():
     assert len(str(refused.value).splitlines()) == 1 + len(bad)  # all at once
     with pytest.raises(CannotWork, match="not sglang: set actor_rollout_ref.rollout.name=vllm"):
         settings(rollout("sglang", enable=True))
-
-
-def test_the_manager_reports_what_the_mover_did():
-    rollout = Rollout()
-    given = {"rollout_rebalance": {"enable": True, "check_interval_s": 1e-3}}
-    manager = SimpleNamespace(
-        rollout_config=SimpleNamespace(name="vllm", get=given.get),
-        server_addresses=list(rollout.engines), server_handles=list(rollout._server_id_to_handle.values()),
-    )  # fmt: skip
-
-    async def rollouts():
-        return await gather(manager, asyncio.sleep(0.05, "first"), asyncio.sleep(0, "second"))
-
-    assert metrics(manager) == {}
-    assert asyncio.run(rollouts()) == ["first", "second"]
-    timing = metrics(manager)
-    assert timing["rollout_rebalance/idle_share"] == 1
-    assert timing["rollout_rebalance/checks"] > 0 == timing["rollout_rebalance/moves"]
 
 
 # With their KV (more in tests/patched/test_rollout_rebalance.py).

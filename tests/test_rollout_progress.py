@@ -147,7 +147,10 @@ class TaskRunner:
         manager = types.SimpleNamespace(
             rollout_config=type("Config", (dict,), {"name": "vllm"})(config),
             server_handles=[Server.remote(), Server.remote()])
-        asyncio.run(rollout_progress.shown(generate)(manager, Prompts([5, 30])))
+        async def rollout(prompts):
+            async with rollout_progress.shown(manager, prompts):
+                await generate(manager, prompts)
+        asyncio.run(rollout(Prompts([5, 30])))
         print("rollout over")
 
 ray.init(num_cpus=4, include_dashboard=False)

@@ -10,7 +10,6 @@ import pytest
 
 from ascend_rl.settings.switch import CannotWork
 from ascend_rl.speculation.bs_threshold_for_spec_decode import step_time
-from ascend_rl.speculation.response_history import with_history
 from ascend_rl.speculation.sam import BUDGET
 from ascend_rl.speculation.sam_decoding import (
     ALLOWANCE,
@@ -19,6 +18,7 @@ from ascend_rl.speculation.sam_decoding import (
     SamProposer,
     takes_drafts,
 )
+from ascend_rl.speculation.sam_history import with_history
 from ascend_rl.speculation.sam_options import BEYOND_BYTES, LEAST_BYTES, measured_steps
 
 PLAIN = {

@@ -67,7 +67,8 @@ def _load_formats() -> tuple:
 
 
 def _core(read: Callable[..., Any], name: str, *more: str) -> tuple:
-    return tuple(read(name, _verl("trainer/ppo/core_algos.py"), *more))
+    ours = Path(__file__).parents[1] / "glue/policy_losses.py"
+    return tuple(read(name, (*_verl("trainer/ppo/core_algos.py"), ours), *more))
 
 
 # {key: what it may be}, read when the rule runs; empty means that nobody knows.

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from ascend_rl.rollout.request_mover import server_of
+from ascend_rl.rollout.servers import server_of
 
 PREFIX = "rollout/"
 USAGE, PREEMPTED = "rollout/kv_cache_usage/max", "rollout/num_preempted"

@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # the launcher imports this module, by the names of metrics, 
 
 logger = logging.getLogger(__name__)
 
-CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.moved_kv.MovedKVConnector"
+CONNECTOR = "ascend_rl.glue.moved_kv_connector.MovedKVConnector"
 MEMORY = "/dev/shm"
 PREFIX = "ascend-rl-kv-"
 ABOUT = "about.json"  # in each directory: which engines can use it

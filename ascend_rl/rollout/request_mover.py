@@ -1,8 +1,5 @@
 """Moves unfinished requests between live rollout servers, as the planner of rollout_rebalance says.
 
-A server of which one AsyncLLM deals to several DP engines (large EP) appears as several servers, one for each
-engine: ``address#0``, ``address#1``, ... Whatever follows is the same for both.
-
 A rollout ends with its longest responses: some servers still decode many, others none. Every
 ``check_interval_s`` the mover asks each server which requests it holds, calls the planner and tells the
 sources which requests to give up, and where they go. A move is an abort that keeps tokens and log-probs; the
@@ -26,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import itertools
 import logging
@@ -35,7 +31,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -44,6 +39,7 @@ import numpy as np
 from ascend_rl.process.counts import count
 from ascend_rl.rollout.moved_kv import CONNECTOR, MEMORY, PARAMETER, Depot, place
 from ascend_rl.rollout.rollout_rebalance import Request, Server, plan
+from ascend_rl.rollout.servers import address_of, engine_ids, has_died, server_of
 from ascend_rl.settings.switch import refuse
 
 logger = logging.getLogger(__name__)
@@ -307,59 +303,6 @@ class MovableRouting:
         self._inflight_requests = {id: self._inflight_requests.get(id, 0) for id in server_ids}
 
 
-# In the manager: DP engines as servers.
-
-
-class Engine:
-    """One of the DP engines behind a server, in place of the server's handle."""
-
-    def __init__(self, server: Any, index: int):
-        self.server, self.index = server, index
-
-    def __reduce__(self):
-        return Engine, (self.server, self.index)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.server, name)
-
-    @property
-    def generate(self) -> SimpleNamespace:
-        return SimpleNamespace(remote=functools.partial(self.server.generate.remote, engine=self.index))
-
-
-def server_of(handle: Any) -> Any:
-    """The server's handle behind that of a server or of one of its engines."""
-    return handle.server if isinstance(handle, Engine) else handle
-
-
-def address_of(id: str) -> str:
-    """The server behind the id of a server or of one of its engines.
-
-    >>> address_of("10.0.0.1:80#3"), address_of("10.0.0.1:80")
-    ('10.0.0.1:80', '10.0.0.1:80')
-    """
-    return id.partition("#")[0]
-
-
-def engine_ids(address: str, engines: int) -> list[str]:
-    return [f"{address}#{k}" for k in range(engines)] if engines > 1 else [address]
-
-
-async def split_servers(manager: Any) -> None:
-    """Where requests move or are placed, let an AgentLoopManager see each DP engine as a server."""
-    config = manager.rollout_config
-    if config.name != "vllm" or not (settings(config) or config.get("data_rebalance")):
-        return
-    servers = list(zip(manager.server_addresses, manager.server_handles, strict=True))
-    counts = await asyncio.gather(*[server.dp_engines.remote() for _, server in servers])
-    engines = [
-        (id, server if count == 1 else Engine(server, k))
-        for (address, server), count in zip(servers, counts, strict=True)
-        for k, id in enumerate(engine_ids(address, count))
-    ]
-    manager.server_addresses, manager.server_handles = (list(part) for part in zip(*engines, strict=True))
-
-
 # At the caller: one request, however often it moves.
 
 
@@ -474,16 +417,6 @@ def joined(earlier, part):
         new = part.routed_experts[len(earlier.routed_experts) :]
         changes["routed_experts"] = np.concatenate([earlier.routed_experts, new])
     return part.model_copy(update=changes)
-
-
-def has_died(error: BaseException, actor_died: type[BaseException]) -> bool:
-    """Whether an error of a remote call says that the server's Ray actor or its engine is gone.
-
-    vLLM's error goes by its name: callers of other engines have no vLLM to import it from.
-    """
-    causes = (error, getattr(error, "cause", None))
-    names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
-    return any(isinstance(cause, actor_died) for cause in causes) or "EngineDeadError" in names
 
 
 # In the driver: which requests move.
@@ -613,20 +546,3 @@ class RequestMover:
 def _stem(request_id: str) -> str:
     """The request behind the id of one of its stays."""
     return request_id.rpartition("/")[0] or request_id
-
-
-async def gather(manager, *rollouts) -> list:
-    """`asyncio.gather` in `AgentLoopManager.generate_sequences`, with a mover beside it; see `metrics`."""
-    config = settings(manager.rollout_config)
-    if config is None:
-        return await asyncio.gather(*rollouts)
-    servers = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
-    async with RequestMover(servers, config) as mover:
-        outputs = await asyncio.gather(*rollouts)
-    manager.moved = mover.metrics()
-    return outputs
-
-
-def metrics(manager) -> dict[str, float]:
-    """What the mover of the last rollout did; empty if there was none."""
-    return dict(getattr(manager, "moved", {}))

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from ascend_rl.rollout.request_mover import server_of
+from ascend_rl.rollout.servers import server_of
 
 PERIOD_S = 1.0
 TERMINAL = (
@@ -133,31 +132,28 @@ async def _draw(ask: Callable[[], Awaitable], requests: int, title: str, over: a
         bar.close()
 
 
-def shown(generate: Callable) -> Callable:
-    """Decorate AgentLoopManager.generate_sequences: draw while it runs, if use_tqdm says so."""
+@contextlib.asynccontextmanager
+async def shown(manager: Any, prompts: Any) -> AsyncIterator[None]:
+    """Draw while an AgentLoopManager's rollout of these prompts runs, if use_tqdm says so."""
+    if not (manager.rollout_config.get("use_tqdm") and manager.rollout_config.name == "vllm"):
+        yield
+        return
 
-    @functools.wraps(generate)
-    async def wrapper(manager: Any, prompts: Any) -> Any:
-        if not (manager.rollout_config.get("use_tqdm") and manager.rollout_config.name == "vllm"):
-            return await generate(manager, prompts)
+    servers = set(map(server_of, manager.server_handles))  # a server counts for all of its engines
 
-        servers = set(map(server_of, manager.server_handles))  # a server counts for all of its engines
+    async def ask(reset: bool = False) -> list[dict]:
+        asked = [server.rollout_progress.remote(reset) for server in servers]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [counts for counts in answers if isinstance(counts, dict)]  # a server may have died
 
-        async def ask(reset: bool = False) -> list[dict]:
-            asked = [server.rollout_progress.remote(reset) for server in servers]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            return [counts for counts in answers if isinstance(counts, dict)]  # a server may have died
-
-        await ask(reset=True)
-        step = prompts.meta_info.get("global_steps", "")
-        title = f"validation {step}" if prompts.meta_info.get("validate") else f"rollout {step}"
-        over = asyncio.Event()
-        drawing = asyncio.create_task(_draw(ask, len(prompts), title, over))
-        try:
-            return await generate(manager, prompts)
-        finally:
-            over.set()
-            with contextlib.suppress(Exception):  # a dead server is the rollout's error to report
-                await drawing
-
-    return wrapper
+    await ask(reset=True)
+    step = prompts.meta_info.get("global_steps", "")
+    title = f"validation {step}" if prompts.meta_info.get("validate") else f"rollout {step}"
+    over = asyncio.Event()
+    drawing = asyncio.create_task(_draw(ask, len(prompts), title, over))
+    try:
+        yield
+    finally:
+        over.set()
+        with contextlib.suppress(Exception):  # a dead server is the rollout's error to report
+            await drawing

@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 import ray
 
-from ascend_rl.rollout.request_mover import Engine, has_died, server_of
+from ascend_rl.rollout.servers import handle_of, has_died, server_of
 from ascend_rl.settings import progress
 from ascend_rl.settings.switch import switched_on
 
@@ -106,9 +106,9 @@ def end_processes(worker: Any, processes: list[tuple[int, float]]) -> None:
 # In an agent loop worker.
 
 
-def let_requests_go_on(worker: Any) -> None:
+def continue_elsewhere(worker: Any) -> None:
     """Send what a server that dies leaves elsewhere."""
-    worker.server_manager._moves = True
+    worker.server_manager.moves = True
 
 
 def take_servers(worker: Any, servers: dict[str, Any]) -> None:
@@ -120,23 +120,16 @@ def take_servers(worker: Any, servers: dict[str, Any]) -> None:
 
 
 def attach(manager: Any, checkpoints: Any) -> None:
-    """Let a trainer's servers be started again, if that is switched on.
+    """Let a trainer's servers be restarted, if that is switched on; the manager's rollouts watch them.
 
     Args:
-        manager: verl's AgentLoopManager, whose servers run.
+        manager: glue.rollout_manager.RolloutManager, whose servers run.
         checkpoints: verl's CheckpointEngineManager; servers with accelerators of their own are left alone.
     """
     if not on(manager.rollout_config) or checkpoints.backend != "naive":
         return
-    restarts = Restarts(manager)
-    generate, update = manager.generate_sequences, checkpoints.trainer.update_weights
-
-    def generate_sequences(prompts):
-        with restarts.watching():
-            output = generate(prompts)
-        if restarts.started:
-            output.meta_info["timing"][METRIC] = restarts.started
-        return output
+    restarts = manager.restarts = Restarts(manager)
+    update = checkpoints.trainer.update_weights
 
     def update_weights(global_steps=None):
         restarts.restart_dead()
@@ -147,8 +140,7 @@ def attach(manager: Any, checkpoints: Any) -> None:
             for replica, why in restarts.dead().items():
                 raise RuntimeError(f"vLLM server {replica.replica_rank} {why} in a weight sync")
 
-    manager.generate_sequences, checkpoints.update_weights = generate_sequences, update_weights
-    checkpoints.sleep_replicas = restarts.sleep
+    checkpoints.update_weights, checkpoints.sleep_replicas = update_weights, restarts.sleep
 
 
 class Restarts:
@@ -173,7 +165,7 @@ class Restarts:
             self._know(replica)
         ray.get(
             [worker.__ray_call__.remote(answer_for_servers) for r in self.replicas for worker in beside(r)]
-            + [worker.__ray_call__.remote(let_requests_go_on) for worker in manager.agent_loop_workers]
+            + [worker.__ray_call__.remote(continue_elsewhere) for worker in manager.agent_loop_workers]
         )
 
     def _know(self, replica: Any) -> None:
@@ -309,7 +301,7 @@ class Restarts:
         asyncio.run(every())
         for replica in ended:
             self._know(replica)
-        handles = {id: handle(id, replica) for id, replica in self.replica_of.items()}
+        handles = {id: handle_of(id, replica.server_handle) for id, replica in self.replica_of.items()}
         self.manager.server_handles = list(handles.values())
         ray.get(
             [worker.__ray_call__.remote(take_servers, handles) for worker in self.manager.agent_loop_workers]
@@ -350,12 +342,6 @@ def until_free(replica: Any) -> None:
         if time.monotonic() > until:
             raise RuntimeError(f"Ray keeps {names[-1]} {END_S:g} s after it was killed")
         time.sleep(0.1)
-
-
-def handle(id: str, replica: Any) -> Any:
-    """What goes by an id of request_mover.engine_ids: a server, or one of its engines."""
-    _, _, engine = id.partition("#")
-    return Engine(replica.server_handle, int(engine)) if engine else replica.server_handle
 
 
 def say(text: str) -> None:

@@ -14,7 +14,7 @@ drafter expects is corrected by how much of it came true lately. Drafts that do 
 then, for at most ALLOWANCE of the time, so that what is known of them stays true. A large batch is looked at
 more rarely while drafts do not pay, about LOOK_ROWS requests a step.
 
-A request may bring earlier responses to its prompt (`response_history`). They are taken in piece by piece.
+A request may bring earlier responses to its prompt (`sam_history`). They are taken in piece by piece.
 
 A step takes in no more text than one BUDGET allows, shared among requests and history: those with few new
 tokens are never held up by long prompts, which all get an equal part of the rest and catch up step by step.
@@ -33,8 +33,8 @@ from ascend_rl.process.counts import count
 from ascend_rl.settings.switch import CannotWork
 from ascend_rl.speculation import sam_options
 from ascend_rl.speculation.bs_threshold_for_spec_decode import step_time
-from ascend_rl.speculation.response_history import take_history
 from ascend_rl.speculation.sam import BUDGET, SamDrafter
+from ascend_rl.speculation.sam_history import take_history
 
 MAX_DRAFT_TOKENS = 128
 """MAX_SPEC_LEN of vLLM's rejection sampler."""

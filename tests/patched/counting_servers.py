@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from ascend_rl.rollout.sample_placer import KEY, attach
-
 SERVERS = ("a", "b", "c")
 LENGTH = {"11+1": 3, "12+1": 12, "13+1": 5, "14+1": 9}  # tokens of a response, by the prompt
 PROMPTS = [*["11+1"] * 3, "12+1", *["13+1"] * 6, *["14+1"] * 4]  # groups of different sizes
@@ -45,12 +43,16 @@ class Server:
         self.asked.append((prompt_ids, sampling_params))
         return TokenOutput(token_ids=[3 + len(self.asked) % 7] * LENGTH[prompt], num_preempted=0)
 
+    async def engine_stats(self):
+        return {}
+
 
 def make_manager(model: Path, *overrides: str):
     """A manager of two workers and three servers; ``servers`` has them by name, ``workers`` the workers."""
     from hydra import compose, initialize_config_module
 
     from verl.experimental.agent_loop import agent_loop
+    from verl.utils.import_utils import load_class_from_fqn
 
     rollout = "actor_rollout_ref.rollout"
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -59,27 +61,29 @@ def make_manager(model: Path, *overrides: str):
             f"{rollout}.prompt_length=16", f"{rollout}.response_length=16", *overrides,
         ])  # fmt: skip
 
-    class Manager(agent_loop.AgentLoopManager):
+    name = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
+    verls = agent_loop.AgentLoopManager
+
+    class Manager(load_class_from_fqn(name) if name else verls):  # as the trainer does
         async def _initialize_llm_servers(self):
             self.server_addresses, self.servers = list(SERVERS), {}
 
         async def _init_global_load_balancer(self):
-            balancer = agent_loop.GlobalRequestLoadBalancer.__ray_metadata__.modified_class
-            self.global_load_balancer = remote(balancer(self.server_addresses))
+            balancer = getattr(self, "load_balancer_class", agent_loop.GlobalRequestLoadBalancer)
+            self.global_load_balancer = remote(balancer.__ray_actor_class__(self.server_addresses))
 
         async def _init_agent_loop_workers(self):
             handles = [(name, SimpleNamespace(generate=None)) for name in SERVERS]
             balancer = self.global_load_balancer
-            self.workers = [agent_loop.AgentLoopWorker(config, handles, balancer) for _ in range(2)]
+            worker = self.agent_loop_workers_class.__ray_actor_class__
+            self.workers = [worker(config, handles, balancer) for _ in range(2)]
             self.servers = {name: Server(self.workers[0].tokenizer) for name in SERVERS}
             for worker in self.workers:
                 worker.server_manager._server_id_to_handle = {n: remote(s) for n, s in self.servers.items()}
             self.server_handles = [remote(server) for server in self.servers.values()]
             self.agent_loop_workers = [remote(worker) for worker in self.workers]
 
-    made = Manager.create(config, worker_group=object())
-    attach(made)
-    return made
+    return Manager.create(config, worker_group=object())
 
 
 def rollout(manager, **meta_info):
@@ -98,5 +102,6 @@ def rollout(manager, **meta_info):
         server.prompts.clear()
         server.asked.clear()
     output = manager.generate_sequences(batch)
-    assert KEY not in batch.non_tensor_batch and batch.non_tensor_batch["mark"].tolist() == marks.tolist()
+    assert set(batch.non_tensor_batch) <= {"raw_prompt", "mark", "agent_name"}
+    assert batch.non_tensor_batch["mark"].tolist() == marks.tolist()
     return output, {name: list(server.prompts) for name, server in manager.servers.items()}

@@ -20,9 +20,10 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from ascend_rl.rollout import sample_placer, server_restart
-from ascend_rl.rollout.request_mover import server_of
-from verl.experimental.agent_loop import AgentLoopManager
+from ascend_rl.glue import rollout_manager
+from ascend_rl.glue.rollout_manager import RolloutManager
+from ascend_rl.rollout import server_restart
+from ascend_rl.rollout.servers import server_of
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.protocol import DataProto
 from verl.workers.rollout.replica import RolloutMode
@@ -36,11 +37,11 @@ class GivenSampling(SingleTurnAgentLoop):
         sampling = sampling_params | sampling
         engine = sampling.pop("engine", None)
         if engine is not None:
-            sample_placer.server.set(list(self.server_manager._server_id_to_handle)[engine])
+            rollout_manager.server.set(list(self.server_manager._server_id_to_handle)[engine])
         return await super().run(sampling, **kwargs)
 
 
-class Servers(AgentLoopManager):
+class Servers(RolloutManager):
     """The manager, with servers that have no training workers beside them.
 
     The first has one engine; the second is what verl launches for large EP: two engines, which share the
@@ -233,7 +234,7 @@ def depot(server: vLLMHttpServer) -> list[str]:
 def trainer_of(config, workers: list) -> SimpleNamespace:
     """What RayPPOTrainer has: verl's manager, and a sync of weights (that does nothing), with restarts."""
     group, synced = SimpleNamespace(world_size=len(workers), workers=workers), []
-    manager = AgentLoopManager.create(config, worker_group=group)
+    manager = RolloutManager.create(config, worker_group=group)
     weights = SimpleNamespace(update_weights=lambda global_steps: [ray.put(synced.append(global_steps))])
     checkpoints = SimpleNamespace(backend="naive", trainer=weights)
     server_restart.attach(manager, checkpoints)

@@ -144,17 +144,3 @@ def test_weights_survive_a_slow_receiver(tmp_path):
     assert received.keys() == weights.keys()
     assert all(torch.equal(received[name], weights[name]) for name in weights)
     assert shared_weights() <= before
-
-
-def test_sockets_follow_tmpdir(tmp_path, monkeypatch):
-    import tempfile
-
-    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
-
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3")
-    monkeypatch.setenv("RAY_RAYLET_PID", "77")
-    worker = object.__new__(vLLMColocateWorkerExtension)
-    worker.device, worker.local_rank = torch.device("cpu"), 0
-    assert worker._get_zmq_handle() == f"ipc://{tmp_path}/rl-colocate-zmq-CPU-77-3.sock"

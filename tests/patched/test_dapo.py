@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
-
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 from training_stage import FILTER, PROMPTS, N, rewards, train
 
 
@@ -121,14 +117,3 @@ def test_too_few_varying_groups_end_the_run_with_advice(tmp_path, monkeypatch):
         train(tmp_path, *FILTER, "algorithm.filter_groups.metric=nonesuch", monkeypatch=monkeypatch)
     with pytest.raises(ValueError, match="rollout.n: a group of one"):
         train(tmp_path, *FILTER, "actor_rollout_ref.rollout.n=1", monkeypatch=monkeypatch)
-
-
-@pytest.mark.parametrize("config", ["ppo_trainer", "ppo_megatron_trainer"])
-def test_main_dapo_is_main_ppo_with_its_configurations(config, monkeypatch, capsys):
-    arguments = [f"--config-name={config}", "--cfg", "job", "algorithm.filter_groups.enable=True"]
-    monkeypatch.setattr(sys, "argv", ["main_dapo", *arguments])
-    runpy.run_module("verl.trainer.main_dapo", run_name="__main__")
-    assert OmegaConf.create(capsys.readouterr().out).algorithm.filter_groups == {
-        "_target_": "verl.trainer.config.FilterGroupsConfig", "enable": True, "metric": "acc",
-        "max_num_gen_batches": 10,
-    }  # fmt: skip

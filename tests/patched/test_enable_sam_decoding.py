@@ -114,7 +114,7 @@ def test_greedy_is_the_same_with_preemption_chunked_prefill_and_prefix_cache(mod
 
 def test_earlier_responses_make_drafts_and_no_difference(sam, expected):
     """Right ones save steps from the first token on; wrong ones cost no token."""
-    from ascend_rl.speculation.response_history import with_history
+    from ascend_rl.speculation.sam_history import with_history
 
     def bringing(prompt, response):
         earlier = (len(prompt), np.array(prompt + response, np.int32).tobytes())

@@ -81,8 +81,8 @@ def prometheus(name: str) -> float:
 def two_rollouts(model, monkeypatch, *overrides: str) -> list[dict]:
     """Timings of verl's manager with one real server, what its progress line knew, vLLM's own totals."""
     import verl.workers.rollout.vllm_rollout.vllm_async_server as server_module
+    from ascend_rl.glue.rollout_manager import RolloutManager
     from verl import DataProto
-    from verl.experimental.agent_loop.agent_loop import AgentLoopManager
     from verl.workers.rollout.replica import RolloutMode
 
     monkeypatch.setattr(server_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
@@ -97,7 +97,7 @@ def two_rollouts(model, monkeypatch, *overrides: str) -> list[dict]:
         gc.unfreeze()
         await server.launch_server()
         frozen = gc.get_freeze_count()
-        manager = object.__new__(AgentLoopManager)
+        manager = object.__new__(RolloutManager)
         manager.rollout_config = config.rollout
         manager.server_handles, manager.agent_loop_workers = [remote(server)], [remote(Worker(server))]
         prompts, found = DataProto.from_dict({"prompts": torch.ones(REQUESTS, 1)}), []

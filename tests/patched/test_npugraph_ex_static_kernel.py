@@ -42,10 +42,10 @@ def compile_all(path: str, cases: list) -> list[dict]:
 
     import torch
 
+    from ascend_rl.glue.decode_dispatcher import DecodeDispatcher
     from vllm.config import CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
     from vllm_ascend.compilation.compiler_interface import AscendCompiler
-    from vllm_ascend.compilation.decode_dispatcher import DecodeDispatcher
 
     def backend(compiler_config):
         asked.append(compiler_config)

@@ -88,11 +88,11 @@ class Worker:
 
 def generate(use_tqdm: bool, **meta_info):
     """A rollout of LENGTHS by two workers and two servers."""
+    from ascend_rl.glue.rollout_manager import RolloutManager
     from verl import DataProto
-    from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 
     servers = [server(use_tqdm), server(use_tqdm)]
-    manager = object.__new__(AgentLoopManager)
+    manager = object.__new__(RolloutManager)
     manager.rollout_config = OmegaConf.create({"name": "vllm", "use_tqdm": use_tqdm})
     manager.server_handles = [handle(one) for one in servers]
     manager.agent_loop_workers = [handle(Worker(one)) for one in servers]

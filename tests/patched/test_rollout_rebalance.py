@@ -16,8 +16,9 @@ import numpy as np
 import psutil
 import pytest
 
-from ascend_rl.rollout.request_mover import RequestMover, RolloutRebalanceConfig, has_died, server_of
+from ascend_rl.rollout.request_mover import RequestMover, RolloutRebalanceConfig
 from ascend_rl.rollout.rollout_rebalance import Move
+from ascend_rl.rollout.servers import has_died, server_of
 
 KEY = "actor_rollout_ref.rollout.rollout_rebalance"
 
@@ -55,7 +56,7 @@ def started(start_ray, forked):
 
 @pytest.fixture(scope="module")
 def manager(started, checkpoint, tmp_path_factory):
-    """verl's AgentLoopManager over servers that can move requests, but are not yet asked to."""
+    """The manager over servers that can move requests, but are not yet asked to."""
     from live_servers import Servers, configuration
 
     config = configuration(

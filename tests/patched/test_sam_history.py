@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from counting_servers import PROMPTS, make_manager, rollout
 
-from ascend_rl.speculation.response_history import KEY, take_history
+from ascend_rl.speculation.sam_history import KEY, take_history
 from ascend_rl.speculation.sam_options import HISTORY
 
 VLLM = "+actor_rollout_ref.rollout.engine_kwargs.vllm"

@@ -43,10 +43,10 @@ class Worker:
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_times_of_all_workers_are_in_the_merged_ones(workers):
+    from ascend_rl.glue.rollout_manager import RolloutManager
     from verl import DataProto
-    from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 
-    manager = object.__new__(AgentLoopManager)
+    manager = object.__new__(RolloutManager)
     manager.rollout_config = OmegaConf.create({"name": "vllm", "use_tqdm": False})
     manager.agent_loop_workers = [Worker() for _ in range(workers)]
     manager.server_handles = []

@@ -145,7 +145,7 @@ def train(folder: Path, *overrides: str, monkeypatch) -> tuple[list[tuple], list
         config = migrate_legacy_reward_impl(hydra.compose("ppo_trainer", overrides=given))
     OmegaConf.resolve(config)
     if OmegaConf.select(config, "algorithm.filter_groups.enable"):
-        from verl.trainer.ppo.dapo_trainer import RayDAPOTrainer as RayPPOTrainer  # noqa: N814
+        from ascend_rl.glue.dapo_trainer import RayDAPOTrainer as RayPPOTrainer  # noqa: N814
     stage = Stage()
     folder.mkdir(exist_ok=True)
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder / "metrics.jsonl"))

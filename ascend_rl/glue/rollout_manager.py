@@ -1,0 +1,240 @@
+"""verl's rollout manager with everything that this project does around a rollout, in one written order.
+
+verl constructs `RolloutManager` by its name (``rollout.agent.agent_loop_manager_class``). What
+`generate_sequences` does, from the outside in:
+
+    watch     end servers that die or hang; their requests continue elsewhere    server_restart
+    send      give each sample its server and its prompt's earlier responses     data_rebalance
+                                                                                 sam_history
+    show      draw a progress line                                               rollout_progress
+    move      move unfinished requests to other servers                          rollout_rebalance
+    generate  verl's own, with one single-turn agent loop per worker             reuse_agent_loop
+    learn     remember lengths and texts of the responses to each prompt         prompt_memory
+    report    add what the engines did to the timing of the rollout              engine_stats
+
+With the switches off, every step but the last is verl's (tests/patched/test_rollout_manager.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from contextvars import ContextVar
+from typing import Any
+
+import hydra
+import numpy as np
+import ray
+
+from ascend_rl.process.counts import count
+from ascend_rl.rollout import engine_stats, request_mover, rollout_progress, server_restart
+from ascend_rl.rollout.data_rebalance import Placement, place, predict
+from ascend_rl.rollout.prompt_memory import PromptMemory, fitting, keys_of
+from ascend_rl.rollout.servers import engine_ids, handle_of
+from ascend_rl.settings.progress import sign
+from ascend_rl.speculation import sam_history
+from verl import DataProto
+from verl.experimental.agent_loop import agent_loop
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.utils.ray_utils import auto_await
+from verl.utils.rollout_trace import rollout_trace_attr, rollout_trace_op
+
+SERVER = "rollout_server"  # of a sample, in a DataProto's non_tensor_batch
+# The server of the sample whose agent loop runs in this task of asyncio; None: the least loaded.
+server: ContextVar[str | None] = ContextVar("server", default=None)
+
+
+class LoadBalancer(request_mover.MovableRouting, agent_loop.GlobalRequestLoadBalancer.__ray_actor_class__):
+    """Routes a request to the server where its sample is placed, a later turn where the conversation is."""
+
+    def acquire_server(self, request_id: str, placed: str | None = None) -> str:
+        if placed in self._inflight_requests and request_id not in self._request_id_to_server:
+            self._request_id_to_server[request_id] = placed
+        return super().acquire_server(request_id)
+
+
+class ServerManager(agent_loop.AsyncLLMServerManager):
+    """Asks the load balancer for the sample's server, and continues requests that move."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        rollout, _ = agent_loop._get_rollout_and_model_config(config)
+        self.moves = request_mover.settings(rollout) is not None  # or servers restart (server_restart)
+
+    async def _acquire_server(self, request_id: str) -> tuple[str, Any]:
+        id = await self._load_balancer.acquire_server.remote(request_id=request_id, placed=server.get())
+        return id, self._server_id_to_handle[id]
+
+    async def generate(self, request_id, **request):
+        if self.moves:
+            return await self.generate_moving(request_id, **request)
+        return await super().generate(request_id, **request)
+
+    @rollout_trace_op
+    async def generate_moving(
+        self, request_id, *, prompt_ids, sampling_params, image_data=None, video_data=None
+    ):
+        return await request_mover.generate(
+            self,
+            request_id,
+            prompt_ids,
+            sampling_params,
+            ray.exceptions.RayActorError,
+            image_data=image_data,
+            video_data=video_data,
+        )
+
+
+@functools.cache
+def keeps_no_state(target: str) -> bool:
+    """Whether one instance of an agent loop serves all requests: verl's, or one with ``stateless = True``.
+
+    A subclass does not inherit the declaration.
+    """
+    found = hydra.utils.get_object(target)
+    return found is SingleTurnAgentLoop or bool(getattr(found, "__dict__", {}).get("stateless"))
+
+
+class RolloutWorker(agent_loop.AgentLoopWorker):
+    """Runs the agent loop of each sample with what the sample brings."""
+
+    def __init__(self, config: Any, servers: Any, load_balancer_handle: Any, *args: Any, **kwargs: Any):
+        self.server_manager = ServerManager(config, servers, load_balancer_handle=load_balancer_handle)
+        self.agent_loops: dict[tuple, agent_loop.AgentLoopBase] = {}  # of classes that keep no state
+        super().__init__(config, servers, load_balancer_handle, *args, **kwargs)
+
+    async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, trace=True, **sample):
+        server.set(sample.pop(SERVER, None))
+        sampling_params = sam_history.with_history(sampling_params, sample.pop(sam_history.KEY, None))
+        known = agent_name, asyncio.get_running_loop()
+        if known not in self.agent_loops:
+            config = agent_loop._agent_loop_registry.get(agent_name)
+            if config is None or not keeps_no_state(config["_target_"]):
+                request = {"agent_name": agent_name, "trace": trace, **sample}
+                return await super()._run_agent_loop(sampling_params, trajectory, **request)
+            self.agent_loops[known] = hydra.utils.instantiate(
+                config=config,
+                trainer_config=agent_loop.DictConfigWrap(self.config),
+                server_manager=self.server_manager,
+                tokenizer=self.tokenizer,
+                processor=self.processor,
+                dataset_cls=self.dataset_cls,
+                data_config=agent_loop.DictConfigWrap(self.config.data),
+            )
+        with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace):
+            output = await self.agent_loops[known].run(sampling_params, **sample)
+            return await self._agent_loop_postprocess(output, **sample)
+
+    async def _agent_loop_postprocess(self, output, **sample):
+        sign()
+        return await super()._agent_loop_postprocess(output, **sample)
+
+
+class RolloutManager(agent_loop.AgentLoopManager):
+    """See the module's docstring.
+
+    Attributes:
+        memory: what is known of prompts; None where no feature reads it.
+        restarts: server_restart.Restarts, where servers restart.
+    """
+
+    load_balancer_class = ray.remote(LoadBalancer)
+    memory: PromptMemory | None = None
+    restarts: server_restart.Restarts | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.agent_loop_workers_class = ray.remote(RolloutWorker)
+        super().__init__(*args, **kwargs)
+        texts = sam_history.kept((self.rollout_config.get("engine_kwargs") or {}).get("vllm") or {})
+        if texts or self.rollout_config.get("data_rebalance"):
+            self.memory = PromptMemory(texts)
+
+    async def _init_global_load_balancer(self) -> None:
+        config = self.rollout_config
+        if config.name == "vllm" and (request_mover.settings(config) or config.get("data_rebalance")):
+            await self._split_servers()
+        self.global_load_balancer = self.load_balancer_class.remote(
+            self.server_addresses, agent_loop.DEFAULT_ROUTING_CACHE_SIZE
+        )
+
+    async def _split_servers(self) -> None:
+        """See each DP engine as a server."""
+        servers = list(zip(self.server_addresses, self.server_handles, strict=True))
+        engines = await asyncio.gather(*[server.dp_engines.remote() for _, server in servers])
+        by_id = {
+            id: handle_of(id, server)
+            for (address, server), count in zip(servers, engines, strict=True)
+            for id in engine_ids(address, count)
+        }
+        self.server_addresses, self.server_handles = list(by_id), list(by_id.values())
+
+    @auto_await
+    async def generate_sequences(self, prompts: DataProto) -> DataProto:
+        moves = request_mover.settings(self.rollout_config)
+        async with contextlib.AsyncExitStack() as around:
+            if self.restarts:
+                around.enter_context(self.restarts.watching())
+            sent, placement, timing = self._send(prompts)
+            await around.enter_async_context(rollout_progress.shown(self, prompts))
+            if moves:
+                servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
+                mover = await around.enter_async_context(request_mover.RequestMover(servers, moves))
+            output = await super().generate_sequences(sent)
+        output = self._learn(prompts, output, placement)
+        if moves:
+            timing |= mover.metrics()
+        if self.restarts and self.restarts.started:
+            timing[server_restart.METRIC] = self.restarts.started
+        output.meta_info["timing"] |= timing | await engine_stats.of_rollout(self)
+        return output
+
+    def _send(self, prompts: DataProto) -> tuple[DataProto, Placement | None, dict[str, float]]:
+        """The batch as it goes out, how its samples are placed, and metrics of what was known of them."""
+        if self.memory is None:
+            return prompts, None, {}
+        keys, timing, placement, sent = keys_of(prompts.non_tensor_batch["raw_prompt"]), {}, None, prompts
+        columns: dict[str, np.ndarray] = {}
+        if self.memory.keep:
+            limit = sam_history.SENT_BYTES / len(keys)
+            texts = {key: fitting(self.memory.texts.get(key, []), limit) for key in keys}
+            columns[sam_history.KEY] = np.empty(len(keys), dtype=object)
+            for row, key in enumerate(keys):
+                columns[sam_history.KEY][row] = texts[key]
+            timing[f"{sam_history.KEY}/known_share"] = sum(bool(texts[key]) for key in keys) / len(keys)
+        if self.rollout_config.get("data_rebalance"):
+            predicted = predict(keys, self.memory.lengths)
+            placement = place(keys, len(self.server_addresses), predicted)
+            columns[SERVER] = np.array(self.server_addresses, dtype=object)[placement.rank]
+            known = ~np.isnan(predicted)
+            neighbours = np.repeat(np.arange(len(placement.sizes)), placement.sizes)  # verl's order
+            count("data_rebalance", int((placement.rank != neighbours).sum()))
+            count("known_lengths", int(known.sum()))
+            timing["data_rebalance/known_share"] = float(known.mean())
+        order = np.arange(len(keys)) if placement is None else placement.order
+        sent = prompts.select_idxs(order)
+        sent.non_tensor_batch |= {key: column[order] for key, column in columns.items()}
+        return sent, placement, timing
+
+    def _learn(self, prompts: DataProto, output: DataProto, placement: Placement | None) -> DataProto:
+        """The output in the order of the prompts; remember its responses."""
+        if self.memory is None:
+            return output
+        if placement is not None:
+            output = output.select_idxs(placement.inverse)
+        for key in (SERVER, sam_history.KEY):
+            output.non_tensor_batch.pop(key, None)
+        self.memory.learn(keys_of(prompts.non_tensor_batch["raw_prompt"]), output.batch)
+        return output
+
+
+def save(manager: Any, checkpoint: str) -> None:
+    """Put into a checkpoint what a rollout manager remembers."""
+    if memory := getattr(manager, "memory", None):
+        memory.save(checkpoint)
+
+
+def load(manager: Any, checkpoint: str) -> None:
+    """Take that from a checkpoint."""
+    if memory := getattr(manager, "memory", None):
+        memory.load(checkpoint)
