@@ -3,8 +3,8 @@
 Problem: five upstreams, hosts that are sometimes unreachable, and patches that need exactly one tree.
 Idea: two routes to the same package, `git` (shallow fetch of the tag from the main URL, then the mirror)
 and `pypi` (the released wheel committed as a base); an archive of the tag's files serves if neither is
-reachable. A tree is built in frameworks/.tmp-<name>, verified and renamed into place, so a kill at any point
-leaves the old state and the next run starts over cleanly.
+reachable. A tree is built beside frameworks/<name>, verified and renamed into place, so a kill at any point
+leaves the old state or the new one; the next run puts back a tree that was renamed away and deletes the rest.
 Invariants: frameworks/<name> is always complete, a repository of its own, on branch `ascend-rl`, with the
 pin at tag `ascend-rl-base`; a wheel gives the same base commit on every machine; a commit or sha256 that
 differs from the lock is never installed (an archive is proved by the lock's hash of the patched tree, without
@@ -46,11 +46,7 @@ APPLIED_FILE = "ascend-rl-applied"  # in .git: which patch set was applied, and 
 HASHED_SUFFIXES = (".py", ".yaml")
 # Files compiled for one architecture, and build products: in the working tree but not in the base commit.
 UNTRACKED = ("*.so", "*.so.*", "*.o", "_cann_ops_custom/", "build/", "*.egg-info/", "__pycache__/", "*.pyc")
-METADATA = (
-    "METADATA",
-    "entry_points.txt",
-    "top_level.txt",
-)  # the other dist-info files name the architecture
+METADATA = ("METADATA", "entry_points.txt", "top_level.txt")  # the others name the architecture
 # Files are the bytes of their blobs, and diffs the same, whatever .gitattributes upstream or the user has.
 ATTRIBUTES = "* -text !eol !diff !filter !ident !merge !working-tree-encoding\n"
 IDENTITY = {"NAME": "ascend-rl", "EMAIL": "patches@ascend-rl.invalid"}
@@ -140,24 +136,21 @@ class Project:
         return self.root / "frameworks"
 
     def tree(self, name: str) -> Path:
-        return self.directory / name
+        """Where a framework lies; the user may have linked frameworks/<name> to another disk."""
+        return (self.directory / name).resolve()
 
     def scratch(self, name: str) -> Path:
         """A directory that the next run removes if this one is killed."""
         return self.directory / f".tmp-{name}"
 
-    def write_lock(self, name: str, values: dict[str, str]) -> None:
-        """Set one-line string values of a table, leaving every other byte of the file alone."""
+    def write_tree_hash(self, name: str, value: str) -> None:
+        """Set `tree` of a table, leaving every other byte of the file alone."""
         path = self.root / "frameworks.lock"
         text = path.read_text()
-        head, section, rest = re.split(rf"(?m)^(\[{re.escape(name)}\]\n)", text, maxsplit=1)
-        body, *following = re.split(r"(?m)^(?=\[)", rest, maxsplit=1)
-        for key, value in values.items():
-            line = f'{key} = "{value}"'
-            body, count = re.subn(rf'(?m)^{key} = ".*"$', line, body)
-            if count != 1:
-                raise ToolError(f'{path}: [{name}] needs exactly one line `{key} = "..."`')
-        changed = head + section + body + "".join(following)
+        line = rf'(?m)(^\[{name}\]\n(?:[^\[\n].*\n|\n)*?tree = ")[^"]*'
+        changed, count = re.subn(line, rf"\g<1>{value}", text)
+        if not count:
+            raise ToolError(f'{path}: [{name}] needs a line `tree = ""`')
         if changed != text:
             write_file(path, changed.encode())
 
@@ -187,7 +180,13 @@ class Project:
                         say("waiting for another download or patch run to end")
                     told = True
                     time.sleep(0.05)
-            for leftover in (*self.directory.glob(".tmp-*"), *self.directory.glob(".old-*")):
+            leftovers = list(self.directory.glob(".tmp-*"))
+            for tree in map(self.tree, self.frameworks):
+                new, old = beside(tree, "new"), beside(tree, "old")
+                if old.exists() and not tree.exists():  # killed within put_in_place
+                    old.rename(tree)
+                leftovers += [path for path in (new, old) if path.exists()]
+            for leftover in leftovers:
                 shutil.rmtree(leftover)
             yield
         finally:
@@ -218,6 +217,37 @@ def write_json(path: Path, value: dict) -> None:
 
 
 # --- running git and pip ------------------------------------------------------------------------------
+
+
+def beside(tree: Path, which: str) -> Path:
+    """Where a tree's successor ("new") is prepared and its predecessor ("old") waits to be deleted."""
+    return tree.with_name(f".{which}-{tree.name}")
+
+
+def copy_tree(tree: Path, copy: Path) -> None:
+    """Copy a tree with all that is in it; what git never writes into, by hard links where possible."""
+
+    def cp(*words: object) -> subprocess.CompletedProcess[bytes]:
+        return run(["cp", *map(str, words)], env=isolated_env())
+
+    if cp("-al", f"{tree}/.", copy).returncode:
+        shutil.rmtree(copy, ignore_errors=True)
+        result = cp("-a", f"{tree}/.", copy)
+    else:
+        state = [path for path in (tree / ".git").iterdir() if path.name != "objects"]
+        result = cp("-a", "--remove-destination", *state, copy / ".git")
+    if result.returncode:
+        shutil.rmtree(copy, ignore_errors=True)
+        raise ToolError(f"{tree} cannot be copied: {last_line(result.stderr)}")
+
+
+def put_in_place(tree: Path, new: Path) -> None:
+    """Replace a tree, or add it; `Project.exclusive` mends what a kill between the renames leaves."""
+    old = beside(tree, "old")
+    if tree.exists():
+        tree.rename(old)
+    new.rename(tree)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def run(
@@ -267,25 +297,23 @@ def isolated_env() -> dict[str, str]:
     return env
 
 
+def settings(listed: str) -> list[str]:
+    return [word for setting in listed.split() for word in ("-c", setting)]
+
+
 # Settings a tree's own .git/config could still carry.
-OVERRIDES = tuple(
-    word
-    for setting in (
-        "core.hooksPath=/dev/null",
-        "core.fsmonitor=false",
-        "core.autocrlf=false",
-        "core.eol=lf",
-        "core.attributesFile=/dev/null",
-        "core.excludesFile=/dev/null",
-        "core.quotePath=false",
-        "core.fileMode=true",
-        "commit.gpgSign=false",
-        "gc.auto=0",
-        "maintenance.auto=false",
-        "advice.detachedHead=false",
-    )
-    for word in ("-c", setting)
+OVERRIDES = settings(
+    "core.hooksPath=/dev/null core.fsmonitor=false core.autocrlf=false core.eol=lf "
+    "core.attributesFile=/dev/null core.excludesFile=/dev/null core.quotePath=false core.fileMode=true "
+    "commit.gpgSign=false gc.auto=0 maintenance.auto=false advice.detachedHead=false"
 )
+NETWORK_SETTINGS = settings(
+    "core.hooksPath=/dev/null gc.auto=0 maintenance.auto=false http.lowSpeedLimit=1000 http.lowSpeedTime=30"
+)
+REPOSITORY_VARIABLES = (
+    "GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_OBJECT_DIRECTORY GIT_NAMESPACE GIT_COMMON_DIR "
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES"
+).split()
 
 
 def git_result(repo: Path, *args: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
@@ -309,34 +337,9 @@ def git(repo: Path, *args: str, stdin: bytes | None = None) -> str:
 
 def network_git(repo: Path, *args: str, seconds: float) -> str:
     """Run git with the user's own settings (proxy, credentials, insteadOf) and a deadline."""
-    env = {
-        key: value
-        for key, value in os.environ.items()
-        if key
-        not in (
-            "GIT_DIR",
-            "GIT_WORK_TREE",
-            "GIT_INDEX_FILE",
-            "GIT_OBJECT_DIRECTORY",
-            "GIT_NAMESPACE",
-            "GIT_COMMON_DIR",
-            "GIT_ALTERNATE_OBJECT_DIRECTORIES",
-        )
-    }
+    env = {key: value for key, value in os.environ.items() if key not in REPOSITORY_VARIABLES}
     env |= {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-    settings = (
-        "-c",
-        "core.hooksPath=/dev/null",
-        "-c",
-        "gc.auto=0",
-        "-c",
-        "maintenance.auto=false",
-        "-c",
-        "http.lowSpeedLimit=1000",
-        "-c",
-        "http.lowSpeedTime=30",
-    )
-    command = ["git", "-C", str(repo), f"--git-dir={repo / '.git'}", *settings, *args]
+    command = ["git", "-C", str(repo), f"--git-dir={repo / '.git'}", *NETWORK_SETTINGS, *args]
     try:
         result = run(command, env=env, seconds=seconds)
     except subprocess.TimeoutExpired:
@@ -390,8 +393,6 @@ def unsaved_work(tree: Path) -> str:
         read_json(tree / ".git" / name).get(key)
         for name, key in ((SOURCE_FILE, "base"), (APPLIED_FILE, "head"))
     }
-    if (tree / ".git/ascend-rl-journal").exists():
-        return "a patch run that was interrupted (run ./apply_all_patches.sh)"
     if changed := git(tree, "status", "--porcelain"):
         return f"uncommitted changes ({changed.split()[1]}, ...)"
     if head not in known:
@@ -418,7 +419,7 @@ def machine() -> str:
 
 
 def from_git(dest: Path, framework: Framework, url: str, seconds: float) -> dict[str, str]:
-    """Shallow-fetch the tag into a new repository; the commit must be the lock's (empty: any, for a bump)."""
+    """Shallow-fetch the tag into a new repository; the commit must be the lock's."""
     init_repository(dest)
     ref = f"refs/tags/{framework.tag}"
     if not network_git(dest, "ls-remote", url, ref, seconds=min(PROBE_SECONDS, seconds)):
@@ -445,28 +446,12 @@ def pip_download(project: Project, framework: Framework, arch: str, directory: P
     digest = wheel_digest(framework, arch)
     directory.mkdir(parents=True)
     requirement = directory / "requirement.txt"
-    requirement.write_text(
-        f"{framework.dist}=={framework.version}" + (f" --hash=sha256:{digest}" if digest else "")
-    )
-    version = project.tables.get("cpu", {}).get(
-        "python", f"{sys.version_info.major}.{sys.version_info.minor}"
-    )
-    command = [
-        python,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-input",
-        "--quiet",
-        "--disable-pip-version-check",
-        f"--python-version={version}",
-        f"--dest={directory}",
-        *(f"--platform={tag}_{arch}" for tag in GLIBC_TAGS),
-        *(["--require-hashes"] if digest else []),
-        f"--requirement={requirement}",
-    ]
+    requirement.write_text(f"{framework.dist}=={framework.version} --hash=sha256:{digest}")
+    options = "--no-deps --only-binary=:all: --no-input --quiet --disable-pip-version-check --require-hashes"
+    version = project.tables.get("cpu", {}).get("python", "{}.{}".format(*sys.version_info))
+    command = [python, "-m", "pip", "download", *options.split(), f"--python-version={version}"]
+    command += [f"--dest={directory}", f"--requirement={requirement}"]
+    command += [f"--platform={tag}_{arch}" for tag in GLIBC_TAGS]
     try:
         result = run(command, env=dict(os.environ), seconds=seconds)
     except subprocess.TimeoutExpired:
@@ -483,7 +468,7 @@ def pip_download(project: Project, framework: Framework, arch: str, directory: P
         )
         raise ToolError(message)
     (wheel,) = directory.glob("*.whl")
-    if digest and sha256_of(wheel) != digest:
+    if sha256_of(wheel) != digest:
         raise ToolError(f"{wheel.name} has sha256 {sha256_of(wheel)}, frameworks.lock pins {digest}: refused")
     return wheel
 
@@ -548,30 +533,22 @@ def wanted(member: str, package: str) -> bool:
     return parts[0] == package or (parts[0].endswith(".dist-info") and parts[-1] in METADATA)
 
 
-def build_tree(
-    dest: Path,
-    project: Project,
-    framework: Framework,
-    source: str | Path,
-    seconds: float,
-    pinned: bool = True,
-) -> str:
+def build_tree(dest: Path, project: Project, framework: Framework, source: str | Path, seconds: float) -> str:
     """Make a complete repository at `dest`, trying each source in turn; return which worked and which failed.
 
-    `source` is auto, git, pypi or an archive. With `pinned`, a source without a commit or sha256 in the lock
-    is not tried at all.
+    `source` is auto, git, pypi or an archive. One without a commit or sha256 in the lock is not tried at all.
     """
     attempts, reasons = [], []
     if isinstance(source, Path):
         attempts.append((f"archive {source}", lambda: from_archive(dest, framework, source)))
-    elif source in ("auto", "git") and pinned and not framework.commit:
+    elif source in ("auto", "git") and not framework.commit:
         reasons.append("git: frameworks.lock pins no commit")
     elif source in ("auto", "git"):
         urls = dict.fromkeys(filter(None, (framework.url, framework.mirror)))
         attempts += [(f"git {url}", lambda url=url: from_git(dest, framework, url, seconds)) for url in urls]
     if source in ("auto", "pypi") and not framework.dist:
         reasons.append("pypi: it is published in git only")
-    elif source in ("auto", "pypi") and pinned and not wheel_digest(framework, machine()):
+    elif source in ("auto", "pypi") and not wheel_digest(framework, machine()):
         reasons.append(f"pypi: frameworks.lock pins no wheel for {machine()}")
     elif source in ("auto", "pypi"):
         label = f"pypi {framework.dist}=={framework.version}"
@@ -587,15 +564,6 @@ def build_tree(
         write_json(dest / ".git" / SOURCE_FILE, {"tag": framework.tag, **pin})
         return "".join([label, *(f"\n    passed over {reason}" for reason in reasons)])
     raise ToolError("; ".join(reasons))
-
-
-def install(project: Project, name: str, built: Path) -> None:
-    """Put a complete tree in place; a kill between the renames leaves no tree, which downloading restores."""
-    tree, old = project.tree(name), project.directory / f".old-{name}"
-    if tree.exists():
-        tree.rename(old)
-    built.rename(tree)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def download(project: Project, framework: Framework, source: str | Path, seconds: float) -> str:
@@ -615,9 +583,8 @@ def download(project: Project, framework: Framework, source: str | Path, seconds
                 f"{tree} does not hold the pin {framework.tag} from {source} but has {work}: "
                 "export or discard it, then run again"
             )
-    built = project.scratch(framework.name)
-    origin = build_tree(built, project, framework, source, seconds)
-    install(project, framework.name, built)
+    origin = build_tree(beside(tree, "new"), project, framework, source, seconds)
+    put_in_place(tree, beside(tree, "new"))
     return f"ready from {origin}"
 
 

@@ -425,17 +425,16 @@ def test_lock_values_from_the_shell(toy: Toy) -> None:
     assert missing.returncode == 1 and "has no [toy] nothing" in missing.stderr
 
 
-def test_write_lock_touches_one_line(toy: Toy) -> None:
+def test_write_tree_hash_touches_one_line(toy: Toy) -> None:
     path = toy.root / "frameworks.lock"
-    path.write_text(path.read_text() + '[other]\npackage = "o"\ntag = "v1.0"\n# last\n')
-    before = path.read_text().splitlines()
-    sources.Project.load(toy.root).write_lock("toy", {"tag": "v3"})
-    after = path.read_text().splitlines()
-    assert [(old, new) for old, new in zip(before, after, strict=True) if old != new] == [
-        ('tag = "v1.0"', 'tag = "v3"')
-    ]
+    path.write_text(
+        '[other]\ntree = "1"\n' + path.read_text() + '[last]\npackage = "o"\n\n[more]\ntree = "2"\n'
+    )
+    before = path.read_text()
+    sources.Project.load(toy.root).write_tree_hash("toy", "3")
+    assert path.read_text() == before.replace('tree = ""', 'tree = "3"')
     with pytest.raises(sources.ToolError):
-        sources.Project.load(toy.root).write_lock("other", {"commit": "x"})
+        sources.Project.load(toy.root).write_tree_hash("last", "x")
 
 
 def test_front_door_prints_its_header_and_passes_the_exit_code(toy: Toy) -> None:
@@ -469,7 +468,7 @@ def test_the_real_lock_is_complete() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["patches/sources.py list", "patches/patchset.py status", "-m ascend_rl.tiny -h"]
+    "command", ["patches/sources.py list", "patches/patchset.py check -h", "-m ascend_rl.tiny -h"]
 )
 @pytest.mark.parametrize("module", ["argparse", "shutil"])
 def test_ctrl_c_while_a_command_is_imported_prints_no_traceback(tmp_path, command, module):
