@@ -9,7 +9,7 @@
    them, and no rule was changed for one of them that it missed; those are marked. A mistake is caught if an
    error names the key or the variable to change. Bar: 95 percent.
 
-verl's examples are not in its wheel: they come from git, --mirror DIRECTORY or the URL of frameworks.lock.
+verl's examples are not in its wheel: they come from git, from the URL in frameworks.lock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from ascend_rl.preflight.node_facts import load_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = ROOT / "tests/samples/lint"
-MIRRORS = ROOT.parents[1] / "shared/mirrors"
 
 # Errors of published scripts that are true: (check, text in where, reason).
 TRUE = (
@@ -135,12 +134,11 @@ HELD_BACK = (  # (clean run, what is changed, what the error must name)
 )  # fmt: skip
 
 
-def examples(mirror: Path) -> Path:
+def examples() -> Path:
     """A work tree of verl at the pinned tag."""
     pin = load_lock()["verl"]
     target = Path(tempfile.mkdtemp(prefix="bench_preflight_")) / "verl"
-    source = f"file://{mirror}" if mirror.is_dir() else pin["url"]
-    command = ["git", "clone", "-q", "--depth", "1", "--branch", pin["tag"], source, str(target)]
+    command = ["git", "clone", "-q", "--depth", "1", "--branch", pin["tag"], pin["url"], str(target)]
     subprocess.run(command, check=True, env=os.environ | {"GIT_ADVICE": "0"}, stderr=subprocess.DEVNULL)
     return target
 
@@ -204,7 +202,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mirror", type=Path, default=MIRRORS / "verl.git", help="a clone of verl to read")
     parser.add_argument(
         "--quick", action="store_true", help="every fourth configuration, no published scripts"
     )
@@ -221,7 +218,7 @@ def main() -> int:
     share = 100 * sum(row["finding"] is not None for row in rows) / len(rows)
     results = [("caught, held back", share, f"% of {len(rows)}", ">= 95 %", share >= 95)]
     if not arguments.quick:
-        scripts, sure, wrong = false_errors(examples(arguments.mirror))
+        scripts, sure, wrong = false_errors(examples())
         for script, finding in wrong:
             print(f"false error in {script}: {finding.check} {finding.where}: {finding.why[:120]}")
         print(f"\n{scripts} published scripts: {sure} true errors, which TRUE explains, {len(wrong)} false")
