@@ -13,14 +13,8 @@ esac
 # HCCL. Ranks wait for the slowest: the first compilation and the end of a 32K rollout take longer than the defaults of
 # 120 s and 1836 s. The error then names the rank that waited, not the one that was late.
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-7200}" HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-7200}"
-# vLLM ends an engine whose step takes longer than this, by default 300 s. Five minutes more than HCCL's limit, so that HCCL
-# names the rank first; HCCL_EXEC_TIMEOUT=0 sets no limit.
-export VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS="${VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS:-$((
-    HCCL_EXEC_TIMEOUT ? HCCL_EXEC_TIMEOUT + 300 : 2147483647))}"
 # Ports: avoid 16666, which a second process or run would find taken.
 export HCCL_IF_BASE_PORT="${HCCL_IF_BASE_PORT:-64021}"
-export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
-export HCCL_NPU_SOCKET_PORT_RANGE="${HCCL_NPU_SOCKET_PORT_RANGE:-auto}"
 # Buffer of each communication group, MB, for sending and receiving: 235B has many groups, and the MoE exchange needs 300.
 export HCCL_BUFFSIZE="${HCCL_BUFFSIZE:-300}"
 # Collectives of the rollout's TP on the vector cores: fewer launches in decoding. CANN documents AIV for one communication
@@ -30,9 +24,6 @@ export HCCL_TP_EXPANSION_MODE="${HCCL_TP_EXPANSION_MODE-AIV}"
 
 # Operator launch: 1 with graphs, 2 without (2 cannot be captured). Recipes with graphs set 1.
 export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-2}"
-# torch_npu binds nothing: without ranges it counts the dies that a process sees, and Ray shows a worker one, so that mode 1
-# gives each worker all CPUs and mode 2 puts all main threads on CPU 0 (docs/host_bound.md). CORE_BINDING binds by the node.
-export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF:-0}"
 # Off until tested on NPUs (docs/host_bound.md). CORE_BINDING=1: divide the CPUs by NUMA node between the dies, vLLM's engine
 # core and Ray; ROLLOUT_DISABLE_GC=1: no garbage collection within steps.
 export CORE_BINDING="${CORE_BINDING:-0}" ROLLOUT_DISABLE_GC="${ROLLOUT_DISABLE_GC:-0}"
@@ -48,14 +39,9 @@ export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 # torch_npu takes either these or expandable segments. No expandable_segments here: vLLM's sleep mode refuses it. Empty: verl
 # switches it on between weight syncs in the training processes alone (patch hot_swap_expandable_segments).
 export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF-garbage_collection_threshold:0.6,max_split_size_mb:24}"
-# Streams reuse each other's freed memory.
-export MULTI_STREAM_MEMORY_REUSE="${MULTI_STREAM_MEMORY_REUSE:-1}"
-
-# vllm-ascend: keep weights in the layout used in training; NZ (a packed layout) breaks weight updates.
-export VLLM_ASCEND_ENABLE_NZ="${VLLM_ASCEND_ENABLE_NZ:-0}"
-
-# Logs: only errors from CANN, full errors from Hydra, every actor's lines.
-export ASCEND_GLOBAL_LOG_LEVEL="${ASCEND_GLOBAL_LOG_LEVEL:-3}" HYDRA_FULL_ERROR=1 RAY_DEDUP_LOGS="${RAY_DEDUP_LOGS:-0}"
+# Logs: full errors from Hydra, every actor's lines.
+export HYDRA_FULL_ERROR=1 RAY_DEDUP_LOGS="${RAY_DEDUP_LOGS:-0}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+. "$(dirname "${BASH_SOURCE[0]}")/hccl_env.sh"
 # Ray, HCCL and checkpoints keep many files open; if the limit cannot be raised, the launcher's check reports it.
 ulimit -n 32768 2>/dev/null || true

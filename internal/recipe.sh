@@ -1,246 +1,75 @@
 # shellcheck shell=bash
-# Sourced after common.sh by the recipes of real models: where they run, their inputs, shared settings, and SMOKE=1.
-# Functions without arguments append to the recipe's array ARGS.
+# Sourced by every recipe, which is then sizes, ARGS with what differs, and a call of `recipe`. Functions without arguments
+# append to the array ARGS; of a key that is given twice the later value counts.
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+case "${1:-}" in -h | --help) usage "$0"; exit 0 ;; esac
+ARGS=()
 
-# switched NAME: whether the variable NAME switches its feature on: 1 or true. Stops at anything but these, 0, false and nothing.
-switched() {
-    case "${!1:-0}" in
-    1 | [Tt]rue | TRUE) ;;
-    0 | [Ff]alse | FALSE) return 1 ;;
-    *) die "$1=${!1}: give 1 or 0" ;;
-    esac
-}
-
-smoking() {
-    switched SMOKE
-}
-
-# dies NNODES NPUS_PER_NODE: the size a recipe is made for, unless variables of these names override it. With SMOKE=1 the
-# overrides stay those of that size, until `smoke` replaces them.
-dies() {
-    if smoking; then NNODES="$1" NPUS_PER_NODE="$2"; fi
-    NNODES="${NNODES:-$1}" NPUS_PER_NODE="${NPUS_PER_NODE:-$2}"
-    # shellcheck disable=SC2034
-    DIES=$((NNODES * NPUS_PER_NODE))
-}
-
-# whole NUMBER DIVISOR MESSAGE: stop unless DIVISOR divides NUMBER.
-whole() {
-    [ "$2" -gt 0 ] && [ $(($1 % $2)) = 0 ] || die "$3: $1 is not a multiple of $2"
-}
-
-# input PATH WHAT_TO_DO: stop unless an input exists. A dry run needs none, and SMOKE=1 brings its own.
-input() {
-    [ -e "$1" ] || [ "${DRY_RUN:-0}" = 1 ] || smoking || die "'$1' not found; $2"
-}
-
-# inputs MODEL DATASET VALIDATION: set and check MODEL_PATH, TRAIN_FILE, TEST_FILE and OUTPUT_DIR. With several nodes all of
-# them must be on shared storage.
-inputs() {
-    local name
-    name="$(basename "$0" .sh)"
-    MODEL_PATH="${MODEL_PATH:-$ROOT/models/${1##*/}}"
-    TRAIN_FILE="${TRAIN_FILE:-$ROOT/data/$2/train.parquet}"
-    TEST_FILE="${TEST_FILE:-$ROOT/data/$3/test.parquet}"
-    OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/${name#train_}}"
-    input "$MODEL_PATH/config.json" "set MODEL_PATH, or: bash download_weights.sh $1 --out $MODEL_PATH"
-    input "$TRAIN_FILE" "set TRAIN_FILE, or: python -m ascend_rl.data $2 --out $ROOT/data/$2"
-    input "$TEST_FILE" "set TEST_FILE, or: python -m ascend_rl.data $3 --out $ROOT/data/$3"
-}
-
-# The reward compares the answer in a response mathematically with the ground truth.
-math_reward() {
-    ARGS+=(
-        reward.custom_reward_function.path="$ROOT/ascend_rl/recipe/math_reward.py"
-        reward.custom_reward_function.name=compute_score
-    )
-}
-
-# DAPO's reward manager, for the penalty on responses close to the length limit: off unless OVERLONG is True. Then the last
-# OVERLONG_LEN tokens cost up to OVERLONG_FACTOR; at most 0.5, since rewards are 0 and 1 (docs/recipes.md).
-overlong_penalty() {
-    ARGS+=(
-        reward.reward_manager.name=dapo
-        +reward.reward_kwargs.max_resp_len="$MAX_RESPONSE"
-        +reward.reward_kwargs.overlong_buffer_cfg.enable="${OVERLONG:-False}"
-        +reward.reward_kwargs.overlong_buffer_cfg.len="$OVERLONG_LEN"
-        +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor="$OVERLONG_FACTOR"
-        +reward.reward_kwargs.overlong_buffer_cfg.log=False
-    )
-}
-
-# DAPO's settings around the policy loss: no KL term, a higher upper bound, all tokens weighted equally, and responses
-# sampled by vLLM corrected towards the trainer's policy (token ratios, capped at 2).
-dapo_loss() {
-    ARGS+=(
+# recipe MODEL LOSS OVERRIDES...: run it. MODEL is a function of internal/*_layout.sh, LOSS one of those below.
+recipe() {
+    local differs=("${ARGS[@]}") file
+    for file in "$ROOT"/internal/*_layout.sh; do
+        # shellcheck source=qwen3_235b_layout.sh
+        . "$file"
+    done
+    OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/$(basename "$0" .sh | sed 's/^train_//')}"
+    use_python
+    ARGS=()
+    "$1"
+    "$2"
+    ARGS=(
+        data.train_files="$TRAIN_FILE"
+        data.val_files="$TEST_FILE"
+        data.max_prompt_length="$MAX_PROMPT"
+        data.max_response_length="$MAX_RESPONSE"
+        data.filter_overlong_prompts=True
+        data.truncation=error
+        data.train_batch_size="$TRAIN_BATCH"
+        algorithm.adv_estimator=grpo    # advantages relative to the mean of a prompt's responses
         algorithm.use_kl_in_reward=False
-        algorithm.kl_ctrl.kl_coef=0.0
-        actor_rollout_ref.actor.use_kl_loss=False
-        actor_rollout_ref.actor.kl_loss_coef=0.0
-        actor_rollout_ref.actor.clip_ratio_low=0.2
-        actor_rollout_ref.actor.clip_ratio_high=0.28
-        actor_rollout_ref.actor.clip_ratio_c=10.0
-        actor_rollout_ref.actor.loss_agg_mode=token-mean
-        algorithm.rollout_correction.rollout_is=token
-        algorithm.rollout_correction.rollout_is_threshold=2.0
-    )
-}
-
-# DAPO's dynamic sampling: groups whose responses are all right or all wrong have zero advantage. They are left out, and
-# more prompts are sampled until the batch is full (docs/dapo.md).
-dynamic_sampling() {
-    ARGS+=(
-        algorithm.filter_groups.enable=True
-        algorithm.filter_groups.metric=acc
-        algorithm.filter_groups.max_num_gen_batches=10
-    )
-}
-
-# verl's NPU profiler in chosen steps of chosen ranks: PROFILE=STEPS[:RANKS], such as 3 or 3,4:0,16 (docs/watching.md). The
-# ranks are the trainer's, and the rollout's replicas of the same numbers. Each phase is a database of its own.
-profile() {
-    [ -n "${PROFILE:-}" ] || return 0
-    [[ "$PROFILE" =~ ^[1-9][0-9]*(,[1-9][0-9]*)*(:[0-9]+(,[0-9]+)*)?$ ]] ||
-        die "PROFILE=$PROFILE: give steps, or steps:ranks, such as 3 or 3,4:0,16"
-    local steps="${PROFILE%%:*}" ranks="${PROFILE#*:}" of=actor_rollout_ref.actor.profiler
-    if [[ "$PROFILE" != *:* ]]; then ranks=0; fi
-    ARGS+=(
-        global_profiler.tool=npu
-        "global_profiler.steps=[$steps]"
-        global_profiler.save_path="$OUTPUT_DIR/profile"
-        "$of".enable=True
-        "$of.ranks=[$ranks]"
-        "$of.tool_config.npu.contents=[npu,cpu]"
-        "$of".tool_config.npu.level=level1
-        "$of".tool_config.npu.discrete=True
-    )
-}
-
-# Where it runs and where results go. A rollout of 32K responses takes up to two hours, during which ranks wait for each
-# other: verl's default of 600 s would end the run. HCCL_TP_EXPANSION_MODE is where the rollout's TP expands its collectives.
-# Call it last but for `smoke`.
-trainer() {
-    ARGS+=(
-        trainer.device=npu
+        actor_rollout_ref.model.path="$MODEL_PATH"
+        actor_rollout_ref.actor.entropy_coeff=0
+        actor_rollout_ref.actor.ppo_mini_batch_size="$MINI_BATCH"
+        actor_rollout_ref.rollout.name=vllm
+        actor_rollout_ref.rollout.calculate_log_probs=True  # to compare with the trainer's: is it the same model?
         trainer.nnodes="$NNODES"
         trainer.n_gpus_per_node="$NPUS_PER_NODE"
-        actor_rollout_ref.nccl_timeout=7200
         "trainer.logger=[console,file,tensorboard]"
         trainer.project_name=ascend_rl
         trainer.experiment_name="$(basename "$OUTPUT_DIR")"
         trainer.default_local_dir="$OUTPUT_DIR/checkpoints"
         hydra.run.dir="$OUTPUT_DIR/hydra"
+        "${ARGS[@]}" "${differs[@]}"
     )
-    profile
-    rollout_switches
-    refuse_unread
-    if [ -n "${HCCL_TP_EXPANSION_MODE:-}" ]; then
-        ARGS+=(+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.hccl_op_expansion_mode.tp="$HCCL_TP_EXPANSION_MODE")
-    fi
+    switches
+    settle
+    smoke
+    train verl.trainer.main_ppo "${ARGS[@]}" "${@:3}"
 }
 
-# vLLM with decode graphs. Reads MAX_PROMPT, MAX_RESPONSE, MAX_NUM_SEQS, GRAPH_SIZES and GPU_MEMORY.
-rollout_with_graphs() {
-    ARGS+=(
-        actor_rollout_ref.rollout.name=vllm
-        actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY"
-        actor_rollout_ref.rollout.max_model_len=$((MAX_PROMPT + MAX_RESPONSE))
-        # Of a prefill step, whose peak reduces the KV cache; fewer tokens split prefills into chunks (docs/training_memory.md).
-        actor_rollout_ref.rollout.max_num_batched_tokens=$((MAX_PROMPT + MAX_RESPONSE))
-        actor_rollout_ref.rollout.max_num_seqs="$MAX_NUM_SEQS"
-        actor_rollout_ref.rollout.enable_chunked_prefill=True
-        actor_rollout_ref.rollout.enforce_eager=False
-        actor_rollout_ref.rollout.cudagraph_capture_sizes="$GRAPH_SIZES"
-        +actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY
-        actor_rollout_ref.rollout.calculate_log_probs=True  # to compare with the trainer's: is it the same model?
-        actor_rollout_ref.rollout.data_rebalance=True       # the samples of a prompt go to different servers
-    )
+# roll CONFIGURATION OVERRIDES...: run a recipe of ROLL, with a file of internal/roll/conf.
+roll() {
+    . "$ROOT/internal/roll/roll_env.sh"
+    [ ! -x "$ROOT/.venv/bin/python" ] || export PATH="$ROOT/.venv/bin:$PATH"
+    export OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/$1}" ROLL_DATA="${ROLL_DATA:-$ROOT/frameworks/roll/data}"
+    export ROLL_LOG_DIR="${ROLL_LOG_DIR:-$OUTPUT_DIR/logs}" # not in the current directory
+    train ascend_rl.launch.start_roll "$@"
 }
 
-# What the environment switches on in the rollout of every recipe: ENABLE_SAM with NUM_SPECULATIVE_TOKENS, ENABLE_NPUGRAPH_EX,
-# ENABLE_STATIC_KERNEL (docs/npu_options.md) and ROLLOUT_REBALANCE_ENABLE. What the recipe's rollout cannot do is passed on
-# too: the linter and verl's server refuse it by name. Call it when the rollout is set.
-rollout_switches() {
-    local vllm=+actor_rollout_ref.rollout.engine_kwargs.vllm requests
-    if switched ENABLE_SAM; then
-        # Drafts from text seen before, in batches of up to a quarter of max_num_seqs (verl's default: 1024): larger ones
-        # gain nothing.
-        requests="$(setting actor_rollout_ref.rollout.max_num_seqs)"
-        ARGS+=(
-            "$vllm".speculative_config.method=sam
-            "$vllm".speculative_config.num_speculative_tokens="${NUM_SPECULATIVE_TOKENS:-3}"
-            "$vllm".additional_config.bs_threshold_for_spec_decode=$((${requests:-1024} / 4))
-        )
-    fi
-    if switched ENABLE_NPUGRAPH_EX; then ARGS+=("$vllm".additional_config.enable_npugraph_ex=True); fi
-    if switched ENABLE_STATIC_KERNEL; then ARGS+=("$vllm".additional_config.enable_static_kernel=True); fi
-    if switched ROLLOUT_REBALANCE_ENABLE; then smaller_graphs; fi
-}
-
-# Moves at the end of a rollout gain nothing below the smallest graph: halve it, down to a multiple of TP.
-smaller_graphs() {
-    local key=actor_rollout_ref.rollout.cudagraph_capture_sizes tp sizes smallest i
-    tp="$(setting actor_rollout_ref.rollout.tensor_model_parallel_size)"
-    for i in "${!ARGS[@]}"; do
-        [[ "${ARGS[i]}" == "$key=["* ]] || continue
-        sizes="${ARGS[i]#"$key=["}" smallest="${sizes%%[],]*}"
-        while [ $((smallest % 2)) = 0 ] && [ $((smallest / 2 % ${tp:-1})) = 0 ] && [ "$smallest" -gt 4 ]; do
-            smallest=$((smallest / 2)) sizes="$smallest,$sizes"
-        done
-        ARGS[i]="$key=[$sizes"
+# settle: each key once, where it is given first, with its last value.
+settle() {
+    local argument key place settled=()
+    local -A at=()
+    for argument in "${ARGS[@]}"; do
+        key="${argument%%=*}" key="${key#+}" place="${at[$key]:-}"
+        if [ -n "$place" ]; then
+            settled[place]="${settled[place]%%=*}=${argument#*=}"
+        else
+            at[$key]=${#settled[@]}
+            settled+=("$argument")
+        fi
     done
-}
-
-# A variable of other recipes that this one does not take would be ignored: stop, and name the key that does the same.
-refuse_unread() {
-    local name key value
-    while read -r name key; do
-        value="$(setting "$key")"
-        [ -z "${!name:-}" ] || [ "${value:-False}" = "${!name}" ] ||
-            die "$name=${!name} has no effect in this recipe; unset it, or give $key=${!name} after the scripts"
-    done <<'END'
-OVERLONG reward.reward_kwargs.overlong_buffer_cfg.enable
-LOSS_MODE actor_rollout_ref.actor.policy_loss.loss_mode
-LOSS_AGG_MODE actor_rollout_ref.actor.loss_agg_mode
-CLIP_RATIO_LOW actor_rollout_ref.actor.clip_ratio_low
-CLIP_RATIO_HIGH actor_rollout_ref.actor.clip_ratio_high
-SAVE_FREQ trainer.save_freq
-WORKERS trainer.use_legacy_worker_impl
-END
-}
-
-# MindSpeed's options for any Megatron model. verl's `repatch` passes override_transformer_config to MindSpeed.
-mindspeed() {
-    local t=+actor_rollout_ref.actor.megatron.override_transformer_config
-    ARGS+=(
-        "$t".use_flash_attn=True            # TND flash attention; without it "Please set micro_batch_size or use_flash_attn"
-        "$t".use_fused_rotary_pos_emb=True
-        "$t".position_embedding_type=rope   # which the option above asks MindSpeed for, and only Megatron's own arguments have
-        "$t".use_fused_swiglu=True
-    )
-}
-
-# Optimizer states stay on the host and are streamed in, overlapped, when the update needs them; verl's own offload stays
-# off: it would bring all of them back for the update (docs/training_memory.md).
-swap_optimizer() {
-    ARGS+=(
-        +actor_rollout_ref.actor.megatron.override_transformer_config.swap_optimizer=True
-        actor_rollout_ref.actor.megatron.optimizer_offload=False
-    )
-}
-
-# Ring attention over CP dies.
-ring_attention() {
-    local t=+actor_rollout_ref.actor.megatron.override_transformer_config
-    ARGS+=(
-        actor_rollout_ref.actor.megatron.context_parallel_size="$CP"
-        "$t".context_parallel_size="$CP"
-        "$t".context_parallel_algo=megatron_cp_algo
-        "$t".cp_window_size=1
-        "$t".use_cp_send_recv_overlap=True
-        "$t".use_fused_ring_attention_update=True
-        "$t".seq_length=2048                # size of the compressed causal mask, not a limit
-    )
+    ARGS=("${settled[@]}")
 }
 
 # setting KEY: the last value that the recipe gives KEY, or nothing.
@@ -252,124 +81,317 @@ setting() {
     echo "$value"
 }
 
-# split_in_two KEY...: 2 for each of these parallel sizes that the recipe has at 2 or more, else 1; multiplies SMOKE_DIES.
-split_in_two() {
-    local key value
-    for key in "$@"; do
-        value="$(setting "$key")"
-        if [ "${value:-1}" -gt 1 ]; then value=2; else value=1; fi
-        SMOKE_SIZES+=("$key=$value") SMOKE_DIES=$((SMOKE_DIES * value))
-    done
+# What the layouts need.
+
+# dies NNODES NPUS_PER_NODE: the size a recipe is made for, unless variables of these names override it. With SMOKE=1 the
+# overrides stay those of that size, until `smoke` replaces them.
+dies() {
+    if switched SMOKE; then NNODES="$1" NPUS_PER_NODE="$2"; fi
+    NNODES="${NNODES:-$1}" NPUS_PER_NODE="${NPUS_PER_NODE:-$2}"
+    DIES=$((NNODES * NPUS_PER_NODE))
 }
 
-# smoke dense|moe fsdp|megatron: with SMOKE=1, rehearse the recipe on a tiny model: append overrides that replace sizes. All
-# else stays: device npu, graphs, sleep, offload, MindSpeed's options, loss, sampling, reward. Parallel sizes above 1 become
-# 2. Call it last. What was replaced is printed at the end of the run (python -m ascend_rl.rehearsal).
-smoke() {
-    smoking || return 0
-    local data="$ROOT/data/tiny" t=actor_rollout_ref.actor.megatron.override_transformer_config
-    local updates=$((TRAIN_BATCH / MINI_BATCH)) argument gen_tp gen_dp=1 stages checkpoint
-    if [ "$1" = moe ]; then data="$ROOT/data/tiny_moe"; fi
-    checkpoint="${data}_mcore"
-    if switched USE_ALLTOALL_OVERLAP; then checkpoint+=_overlap; fi  # another layout of the experts
-    if [ "${DRY_RUN:-0}" != 1 ]; then
-        python -m ascend_rl.settings.claim rehearsal "$OUTPUT_DIR" || exit 1
-        smoke_data "$1" "$data" "$checkpoint" >&2
-    fi
+# whole NUMBER DIVISOR MESSAGE: stop unless DIVISOR divides NUMBER.
+whole() {
+    [ "$2" -gt 0 ] && [ $(($1 % $2)) = 0 ] || die "$3: $1 is not a multiple of $2"
+}
 
-    SMOKE_DIES=1 SMOKE_SIZES=()
-    if [ "$2" = megatron ]; then
-        split_in_two actor_rollout_ref.actor.megatron.{tensor_model,pipeline_model,context}_parallel_size
-    else
-        split_in_two actor_rollout_ref.actor.ulysses_sequence_parallel_size
-    fi
-    if [ "$SMOKE_DIES" = 1 ]; then SMOKE_DIES=2; fi
-    # The rollout: all dies are one server where experts are spread over it, else they are two.
-    gen_tp="$(setting actor_rollout_ref.rollout.tensor_model_parallel_size)"
-    if [ "$(setting actor_rollout_ref.rollout.expert_parallel_size)" ]; then
-        gen_tp=2 gen_dp=$((SMOKE_DIES / 2))
-        stages="$(setting actor_rollout_ref.actor.megatron.pipeline_model_parallel_size)"
-        SMOKE_SIZES+=(
-            actor_rollout_ref.rollout.expert_parallel_size="$SMOKE_DIES"
-            actor_rollout_ref.actor.megatron.expert_model_parallel_size=$((stages > 1 ? SMOKE_DIES / 2 : SMOKE_DIES))
-        )
-    elif [ "${gen_tp:-1}" -gt 1 ]; then
-        gen_tp=$((SMOKE_DIES > 2 ? SMOKE_DIES / 2 : 2))
-    fi
-    SMOKE_SIZES+=(
-        trainer.nnodes=1
-        trainer.n_gpus_per_node="$SMOKE_DIES"
-        actor_rollout_ref.rollout.tensor_model_parallel_size="${gen_tp:-1}"
-        actor_rollout_ref.rollout.data_parallel_size="$gen_dp"
-        # The model, the data, lengths, and as many updates a step as the recipe has.
-        actor_rollout_ref.model.path="$data/model"
-        data.train_files="$data/train.parquet"
-        data.val_files="$data/val.parquet"
-        data.train_batch_size=$((4 * updates))
-        data.max_prompt_length=16
-        data.max_response_length=16
-        data.dataloader_num_workers=0
-        actor_rollout_ref.rollout.n=4
-        actor_rollout_ref.actor.ppo_mini_batch_size=4
-        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128
-        actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=128
-        actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=128
-        actor_rollout_ref.rollout.max_model_len=64
-        actor_rollout_ref.rollout.max_num_seqs=32
-        actor_rollout_ref.rollout.max_num_batched_tokens=1024   # FlashComm1 is for more than 1000
-        "actor_rollout_ref.rollout.cudagraph_capture_sizes=[4,8,16,32]"
-        actor_rollout_ref.rollout.agent.num_workers=1
-        actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16
-        +actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=64
-        reward.num_workers=1
-        trainer.total_training_steps="${STEPS:-2}"
+# input PATH WHAT_TO_DO: stop unless an input exists. A dry run needs none, and SMOKE=1 brings its own.
+input() {
+    [ -e "$1" ] || [ "${DRY_RUN:-0}" = 1 ] || switched SMOKE || die "'$1' not found; $2"
+}
+
+# inputs MODEL DATASET VALIDATION: set and check MODEL_PATH, TRAIN_FILE and TEST_FILE. With several nodes all of them, and
+# OUTPUT_DIR, must be on shared storage.
+inputs() {
+    MODEL_PATH="${MODEL_PATH:-$ROOT/models/${1##*/}}"
+    TRAIN_FILE="${TRAIN_FILE:-$ROOT/data/$2/train.parquet}"
+    TEST_FILE="${TEST_FILE:-$ROOT/data/$3/test.parquet}"
+    input "$MODEL_PATH/config.json" "set MODEL_PATH, or: bash download_weights.sh $1 --out $MODEL_PATH"
+    input "$TRAIN_FILE" "set TRAIN_FILE, or: python -m ascend_rl.data $2 --out $ROOT/data/$2"
+    input "$TEST_FILE" "set TEST_FILE, or: python -m ascend_rl.data $3 --out $ROOT/data/$3"
+}
+
+# A real model on NPUs. A rollout of 32K responses takes up to two hours, during which ranks wait for each other: verl's
+# default of 600 s would end the run. Reads TOKENS, the budget of a micro-batch on a die: the longest sequence, or the part of
+# it that context or sequence parallelism leaves.
+on_npus() {
+    ARGS+=(
+        # The reward compares the answer in a response mathematically with the ground truth.
+        reward.custom_reward_function.path="$ROOT/ascend_rl/recipe/math_reward.py"
+        reward.custom_reward_function.name=compute_score
+        trainer.device=npu
+        actor_rollout_ref.nccl_timeout=7200
+        actor_rollout_ref.actor.optim.lr=1e-6
+        actor_rollout_ref.actor.use_torch_compile=False     # inductor has no NPU backend: raise e.remove_dynamo_frames()
+        actor_rollout_ref.actor.use_dynamic_bsz=True
+        actor_rollout_ref.actor.whole_batch_loss=True
+        actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$TOKENS"
+
+        actor_rollout_ref.rollout.n=16
+        actor_rollout_ref.rollout.max_model_len=$((MAX_PROMPT + MAX_RESPONSE))
+        # Of a prefill step, whose peak reduces the KV cache; fewer tokens split prefills into chunks (docs/training_memory.md).
+        actor_rollout_ref.rollout.max_num_batched_tokens=$((MAX_PROMPT + MAX_RESPONSE))
+        actor_rollout_ref.rollout.enable_chunked_prefill=True
+
         trainer.val_before_train=False
         trainer.test_freq=-1
-        trainer.resume_mode=disable
+        trainer.save_freq=10
+        trainer.max_actor_ckpt_to_keep=2
     )
-    if [ "${SMOKE_DTYPE:-bfloat16}" = float32 ]; then smoke_float32 "$2"; fi
-    for argument in "${ARGS[@]}"; do
-        case "$argument" in
-        actor_rollout_ref.actor.megatron.use_dist_checkpointing=True)
-            SMOKE_SIZES+=(actor_rollout_ref.actor.megatron.dist_checkpointing_path="$checkpoint") ;;
-        actor_rollout_ref.ref.megatron.use_dist_checkpointing=True)
-            SMOKE_SIZES+=(actor_rollout_ref.ref.megatron.dist_checkpointing_path="$checkpoint") ;;
-        "+$t.context_parallel_size="*) SMOKE_SIZES+=("$t.context_parallel_size=2") ;;
-        # Of two stages Megatron takes one number only.
-        "+$t.num_layers_in_"*) argument="${argument#+}"; SMOKE_SIZES+=("~${argument%%=*}") ;;
-        "+$t.pipeline_num_transformer_layers="*) SMOKE_SIZES+=("$t.pipeline_num_transformer_layers='[[1],[1]]'") ;;
-        actor_rollout_ref.actor.optim.lr_warmup_steps=*)   # shorter than the run
-            SMOKE_SIZES+=(actor_rollout_ref.actor.optim.lr_warmup_steps=1) ;;
-        +reward.reward_kwargs.max_resp_len=*)
-            SMOKE_SIZES+=(reward.reward_kwargs.max_resp_len=16 reward.reward_kwargs.overlong_buffer_cfg.len=8) ;;
-        esac
-    done
-    ARGS+=("${SMOKE_SIZES[@]}")
 }
 
-# SMOKE_DTYPE=float32: rollout and trainer agree to 1e-5, which shows that they are the same model. MindSpeed's swapped
-# optimizer then is left out: it knows only parameters of 16 bits.
-smoke_float32() {
-    local t=actor_rollout_ref.actor.megatron.override_transformer_config
-    SMOKE_SIZES+=(actor_rollout_ref.rollout.dtype=float32)
-    if [ "$1" = megatron ]; then
-        SMOKE_SIZES+=(actor_rollout_ref.actor.megatron.dtype=float32 actor_rollout_ref.ref.megatron.dtype=float32)
-        if [ "$(setting "$t.swap_optimizer")" = True ]; then SMOKE_SIZES+=("~$t.swap_optimizer"); fi
+# decode_graphs MAX_NUM_SEQS SIZES: vLLM replays a graph in each decode step, of the smallest size that the batch fits.
+decode_graphs() {
+    ARGS+=(
+        actor_rollout_ref.rollout.max_num_seqs="$1"
+        actor_rollout_ref.rollout.enforce_eager=False
+        actor_rollout_ref.rollout.cudagraph_capture_sizes="$2"
+        +actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY
+    )
+}
+
+# experts_everywhere TP: one vLLM server over all dies, so that a die holds 128 / DIES of the experts.
+experts_everywhere() {
+    whole 128 "$DIES" "the rollout spreads 128 experts over $DIES dies"
+    ARGS+=(
+        actor_rollout_ref.rollout.tensor_model_parallel_size="$1"
+        actor_rollout_ref.rollout.data_parallel_size=$((DIES / $1))
+        actor_rollout_ref.rollout.expert_parallel_size="$DIES"  # verl 0.7.1 supports DP only with EP
+    )
+}
+
+# sampling_of_the_paper: all tokens in training, top_p in validation.
+sampling_of_the_paper() {
+    local rollout=actor_rollout_ref.rollout of
+    ARGS+=("$rollout.top_p=1.0")
+    for of in "$rollout" "$rollout.val_kwargs"; do ARGS+=("$of.temperature=1.0" "$of.top_k=-1"); done
+    ARGS+=("$rollout.val_kwargs.do_sample=True" "$rollout.val_kwargs.top_p=0.7" trainer.total_epochs=10)
+    ARGS+=(actor_rollout_ref.actor.optim.weight_decay=0.1)
+}
+
+# fsdp STRATEGY: Ulysses over SP dies; memory is saved by offload, recomputed activations and a recomputed entropy.
+fsdp() {
+    whole "$DIES" "$SP" "DIES must be a multiple of SP"
+    ARGS+=(
+        actor_rollout_ref.model.use_remove_padding=True
+        actor_rollout_ref.model.enable_gradient_checkpointing=True
+        actor_rollout_ref.actor.strategy="$1"
+        actor_rollout_ref.actor.ulysses_sequence_parallel_size="$SP"
+        actor_rollout_ref.actor.fsdp_config.param_offload=True
+        actor_rollout_ref.actor.fsdp_config.optimizer_offload=True
+        actor_rollout_ref.actor.entropy_checkpointing=True
+        actor_rollout_ref.ref.fsdp_config.param_offload=True
+        actor_rollout_ref.actor.grad_clip=1.0
+    )
+}
+
+# megatron TP PP CP: Hugging Face weights through mbridge; parameters and gradients are offloaded.
+megatron() {
+    if [ "$3" = 1 ]; then
+        whole "$DIES" $(($1 * $2)) "DIES must be a multiple of TP x PP = $1 x $2"
     else
-        SMOKE_SIZES+=(actor_rollout_ref.actor.fsdp_config.dtype=float32)
+        whole "$DIES" $(($1 * $2 * $3)) "DIES must be a multiple of TP x PP x CP = $1 x $2 x $3"
     fi
+    ARGS+=(
+        --config-name=ppo_megatron_trainer
+        actor_rollout_ref.actor.strategy=megatron
+        actor_rollout_ref.actor.megatron.use_mbridge=True
+        actor_rollout_ref.actor.megatron.tensor_model_parallel_size="$1"
+        actor_rollout_ref.actor.megatron.pipeline_model_parallel_size="$2"
+        actor_rollout_ref.actor.megatron.param_offload=True
+        actor_rollout_ref.actor.megatron.grad_offload=True
+        actor_rollout_ref.ref.megatron.param_offload=True
+        actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8   # unused with dynamic batches, but required by verl
+        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4
+        # TND flash attention; without it "Please set micro_batch_size or use_flash_attn".
+        +actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn=True
+    )
 }
 
-# smoke_data dense|moe DATA_DIR CHECKPOINT: the tiny model and its task, and for MoE its Megatron checkpoint. Created once.
-smoke_data() {
-    mkdir -p "$(dirname "$2")"
-    (
-        flock 9
-        if [ "$1" = moe ]; then
-            python -m ascend_rl.tiny --out "$2" --moe --warm-start 0.85
-            [ -e "$3" ] || python "$ROOT/converter_hf_to_mcore.py" --hf_model_path "$2/model" --output_path "$3"
-        else
-            python -m ascend_rl.tiny --out "$2"
-        fi
-    ) 9>>"$2.lock"
+# Keep only the input of each layer and recompute the rest in the backward pass: a third more compute, 33 GiB less in a 32B
+# model (docs/training_memory.md).
+recompute_layers() {
+    local t=actor_rollout_ref.actor.megatron.override_transformer_config
+    ARGS+=("$t.recompute_granularity=full" "$t.recompute_method=uniform" "$t.recompute_num_layers=1")
+}
+
+# Long responses of Qwen3-32B and 235B with Megatron and MindSpeed, as practised; reads CP. verl's `repatch` passes
+# override_transformer_config to MindSpeed.
+mindspeed() {
+    local t=+actor_rollout_ref.actor.megatron.override_transformer_config
+    ARGS+=(
+        data.shuffle=False
+        actor_rollout_ref.actor.megatron.sequence_parallel=True
+        actor_rollout_ref.actor.optim.clip_grad=10000
+        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1
+        "$t".use_fused_rotary_pos_emb=True
+        "$t".position_embedding_type=rope   # which the option above asks MindSpeed for, and only Megatron's own arguments have
+        "$t".use_fused_swiglu=True
+
+        # Optimizer states stay on the host and are streamed in, overlapped, when the update needs them; verl's own offload
+        # stays off: it would bring all of them back for the update (docs/training_memory.md).
+        "$t".swap_optimizer=True
+        actor_rollout_ref.actor.megatron.optimizer_offload=False
+
+        # Ring attention over CP dies.
+        actor_rollout_ref.actor.megatron.context_parallel_size="$CP"
+        "$t".context_parallel_size="$CP"
+        "$t".context_parallel_algo=megatron_cp_algo
+        "$t".cp_window_size=1
+        "$t".use_cp_send_recv_overlap=True
+        "$t".use_fused_ring_attention_update=True
+        "$t".seq_length=2048                # size of the compressed causal mask, not a limit
+
+        actor_rollout_ref.rollout.temperature=0.9
+        actor_rollout_ref.rollout.data_rebalance=True       # the samples of a prompt go to different servers
+        trainer.balance_batch=False
+        trainer.total_epochs=1
+    )
+}
+
+# The losses.
+
+# Token-level ratios, PPO's clipping, no KL term.
+ppo() {
+    ARGS+=(
+        algorithm.kl_ctrl.kl_coef=0.0
+        actor_rollout_ref.actor.use_kl_loss=False
+        actor_rollout_ref.actor.kl_loss_coef=0.0
+    )
+}
+
+# The same with a KL term.
+grpo() {
+    ARGS+=(
+        actor_rollout_ref.actor.use_kl_loss=True
+        actor_rollout_ref.actor.kl_loss_coef=0.001
+        actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    )
+}
+
+# Ratios and clipping per response (docs/gspo.md); the bounds are those of the paper unless the layout has others.
+gspo() {
+    ppo
+    ARGS+=(
+        actor_rollout_ref.actor.policy_loss.loss_mode=gspo
+        actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
+        actor_rollout_ref.actor.clip_ratio_low="${GSPO_LOW:-0.0003}"
+        actor_rollout_ref.actor.clip_ratio_high="${GSPO_HIGH:-0.0004}"
+    )
+}
+
+# DAPO (docs/dapo.md): a higher upper bound, all tokens weighted equally, responses sampled by vLLM corrected towards the
+# trainer's policy (token ratios, capped at 2), and dynamic sampling: groups whose responses are all right or all wrong have
+# zero advantage. They are left out, and more prompts are sampled until the batch is full.
+dapo() {
+    ppo
+    ARGS+=(
+        actor_rollout_ref.actor.clip_ratio_low=0.2
+        actor_rollout_ref.actor.clip_ratio_high=0.28
+        actor_rollout_ref.actor.clip_ratio_c=10.0
+        actor_rollout_ref.actor.loss_agg_mode=token-mean
+        algorithm.rollout_correction.rollout_is=token
+        algorithm.rollout_correction.rollout_is_threshold=2.0
+        algorithm.filter_groups.enable=True
+        algorithm.filter_groups.metric=acc
+        algorithm.filter_groups.max_num_gen_batches=10
+    )
+    overlong_penalty
+}
+
+# DAPO's reward manager, for the penalty on responses close to the length limit: off unless OVERLONG is True. Then the last
+# OVERLONG_LEN tokens cost up to OVERLONG_FACTOR; at most 0.5, since rewards are 0 and 1 (docs/recipes.md).
+overlong_penalty() {
+    local of=+reward.reward_kwargs
+    ARGS+=(
+        reward.reward_manager.name=dapo
+        "$of".max_resp_len="$MAX_RESPONSE"
+        "$of".overlong_buffer_cfg.enable=False
+        "$of".overlong_buffer_cfg.len="$OVERLONG_LEN"
+        "$of".overlong_buffer_cfg.penalty_factor="$OVERLONG_FACTOR"
+        "$of".overlong_buffer_cfg.log=False
+    )
+}
+
+# The switches.
+
+# switched NAME: whether the variable NAME switches its feature on: 1 or true. Stops at anything but these, 0, false and nothing.
+switched() {
+    case "${!1:-0}" in
+    1 | [Tt]rue | TRUE) ;;
+    0 | [Ff]alse | FALSE) return 1 ;;
+    *) die "$1=${!1}: give 1 or 0" ;;
+    esac
+}
+
+# switches: append what variables of ascend_rl/settings/switches.txt set, by their column `taken`:
+#   value   by every recipe as the value of the key        flag   the same, on or off
+#   own     by recipes that have the key; others stop here, since it would be ignored
+#   code    by the function switch_NAME
+# What the recipe's rollout cannot do is passed on too: the linter and verl's server refuse it by name.
+switches() {
+    local name key taken rest value
+    while IFS=' |' read -r name key taken rest; do
+        [[ "$name" == [A-Z]* && -n "${!name:-}" ]] || continue
+        value="${!name}"
+        case "$taken" in
+        value) ARGS+=("$key=$value") ;;
+        flag) if switched "$name"; then ARGS+=("$key=True"); fi ;;
+        own)
+            if [ -n "$(setting "$key")" ]; then
+                ARGS+=("$key=$value")
+            elif [ "$value" != False ]; then
+                die "$name=$value has no effect in this recipe; unset it, or give $key=$value after the scripts"
+            fi ;;
+        code) "switch_$name" ;;
+        esac
+    done <"$ROOT/ascend_rl/settings/switches.txt"
+}
+
+# Drafts from text seen before, in batches of up to a quarter of max_num_seqs (verl's default: 1024): larger ones gain nothing.
+switch_ENABLE_SAM() {
+    local vllm=+actor_rollout_ref.rollout.engine_kwargs.vllm requests
+    switched ENABLE_SAM || return 0
+    requests="$(setting actor_rollout_ref.rollout.max_num_seqs)"
+    ARGS+=(
+        "$vllm".speculative_config.method=sam
+        "$vllm".speculative_config.num_speculative_tokens="${NUM_SPECULATIVE_TOKENS:-3}"
+        "$vllm".additional_config.bs_threshold_for_spec_decode=$((${requests:-1024} / 4))
+    )
+}
+
+# verl itself reads the variable. Moves at the end of a rollout gain nothing below the smallest graph: halve it, down to a
+# multiple of TP.
+switch_ROLLOUT_REBALANCE_ENABLE() {
+    local key=actor_rollout_ref.rollout.cudagraph_capture_sizes tp sizes smallest
+    switched ROLLOUT_REBALANCE_ENABLE || return 0
+    sizes="$(setting "$key")" sizes="${sizes#[}" smallest="${sizes%%[],]*}"
+    tp="$(setting actor_rollout_ref.rollout.tensor_model_parallel_size)"
+    [ -n "$sizes" ] || return 0
+    while [ $((smallest % 2)) = 0 ] && [ $((smallest / 2 % ${tp:-1})) = 0 ] && [ "$smallest" -gt 4 ]; do
+        smallest=$((smallest / 2)) sizes="$smallest,$sizes"
+    done
+    ARGS+=("$key=[$sizes")
+}
+
+# verl's NPU profiler in chosen steps of chosen ranks: PROFILE=STEPS[:RANKS], such as 3 or 3,4:0,16 (docs/watching.md). The
+# ranks are the trainer's, and the rollout's replicas of the same numbers. Each phase is a database of its own.
+switch_PROFILE() {
+    local steps="${PROFILE%%:*}" ranks="${PROFILE#*:}" of=actor_rollout_ref.actor.profiler
+    [ "$(setting trainer.device)" = npu ] ||
+        die "PROFILE=$PROFILE: the profiler is that of NPUs; unset it for a run on CPUs"
+    [[ "$PROFILE" =~ ^[1-9][0-9]*(,[1-9][0-9]*)*(:[0-9]+(,[0-9]+)*)?$ ]] ||
+        die "PROFILE=$PROFILE: give steps, or steps:ranks, such as 3 or 3,4:0,16"
+    if [[ "$PROFILE" != *:* ]]; then ranks=0; fi
+    ARGS+=(
+        global_profiler.tool=npu
+        "global_profiler.steps=[$steps]"
+        global_profiler.save_path="$OUTPUT_DIR/profile"
+        "$of".enable=True
+        "$of.ranks=[$ranks]"
+        "$of.tool_config.npu.contents=[npu,cpu]"
+        "$of".tool_config.npu.level=level1
+        "$of".tool_config.npu.discrete=True
+    )
 }

@@ -4,11 +4,10 @@
 
 # smoke_environment ARGUMENTS...: export it, for a launcher with these arguments. Called with SMOKE=1.
 smoke_environment() {
-    local script other
+    local script
     for script in "$@"; do
-        [ -f "$script" ] || continue
-        other="$(sed -n 's|^exec bash .*/\(train_.*[.]sh\).*|\1|p' "$script")" # with settings of its own
-        if grep -qs '^smoke .*megatron' "$script" "$ROOT/internal/$other" && ! importable mindspeed; then
+        if [ -f "$script" ] && grep -q '^recipe ' "$script" && ! importable mindspeed &&
+            DRY_RUN=1 bash "$script" 2>/dev/null | grep -q 'actor.strategy=megatron'; then
             die "$script trains with MindSpeed, whose sources are not here; fetch, patch and install them with
     bash download_frameworks_source_code.sh --only mindspeed && bash build_project.sh --target cpu
 If $(python3 "$ROOT/patches/sources.py" get mindspeed url) cannot be reached, name a repository that can be:

@@ -10,9 +10,8 @@
 # Hardware: one Atlas 800T A2 node of 8 NPUs with 64 GB
 # Duration: not published
 #
-# Variables: as in train_gspo_qwen2_5_3b_8die_fsdp.sh, with the defaults below.
-HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-case "${1:-}" in -h | --help) . "$HERE/common.sh"; usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
-export WORKERS="${WORKERS:-disable}" SAVE_FREQ="${SAVE_FREQ:--1}"
-export OUTPUT_DIR="${OUTPUT_DIR:-$HERE/../outputs/gspo_qwen2_5_3b_8die_engine_workers}"
-exec bash "$HERE/train_gspo_qwen2_5_3b_8die_fsdp.sh" "$@"
+# Variables: those of train_gspo_qwen2_5_3b_8die_fsdp.sh.
+. "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
+
+ARGS=(trainer.use_legacy_worker_impl=disable trainer.save_freq=-1)
+recipe qwen2_5_3b gspo "$@"

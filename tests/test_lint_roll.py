@@ -50,7 +50,7 @@ def test_recipes_have_no_findings_with_any_resources(name, resources):
 @pytest.mark.parametrize("name", RECIPES)
 def test_scripts_start_their_recipe(name):
     scripts = (ROOT / "internal/roll").glob("train_*.sh")
-    (script,) = [path for path in scripts if f"start_roll {name} " in path.read_text()]
+    (script,) = [path for path in scripts if f"\nroll {name} " in path.read_text()]
     result = subprocess.run(
         ["bash", script, "max_steps=2"],
         env=os.environ | {"DRY_RUN": "1"},

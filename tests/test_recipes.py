@@ -29,7 +29,7 @@ NAMES = sorted(p.stem.removeprefix("train_") for p in INTERNAL.glob("train_*.sh"
 MODELS = {"235b": (94, 64, 4, 128), "30b": (48, 32, 4, 128), "32b": (64, 64, 8, 0), "3b": (36, 16, 2, 0)}
 TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
 
-# What SMOKE=1 may change, as in internal/recipe.sh.
+# What SMOKE=1 may change, as in internal/smoke_layout.sh.
 SIZES = (
     """
 actor_rollout_ref.model.path data.train_files data.val_files data.train_batch_size data.max_prompt_length
@@ -88,7 +88,7 @@ GSPO_LOSS = {
     "actor_rollout_ref.actor.clip_ratio_low",
     "actor_rollout_ref.actor.clip_ratio_high",
 }
-WITHOUT_CHECKPOINTS = ("gspo_qwen2_5_3b_8die_async_server", "gspo_qwen2_5_3b_8die_engine_workers")
+WITHOUT_CHECKPOINTS = ("gspo_qwen2_5_3b_8die_engine_workers",)
 TWINS = {
     "grpo_qwen3_235b_128die_random_init": (
         "grpo_qwen3_235b_128die_true_weight",
@@ -98,7 +98,6 @@ TWINS = {
             "actor_rollout_ref.actor.use_dynamic_bsz",
             "actor_rollout_ref.rollout.gpu_memory_utilization",
             "trainer.save_freq",  # random weights are not kept
-            "trainer.max_actor_ckpt_to_keep",
             *(
                 f"actor_rollout_ref.{part}.megatron.{key}"
                 for part in ("actor", "ref")
@@ -112,13 +111,13 @@ TWINS = {
         | {
             "actor_rollout_ref.actor.use_kl_loss",
             "actor_rollout_ref.actor.kl_loss_coef",
+            "algorithm.kl_ctrl.kl_coef",
             "actor_rollout_ref.actor.recompute_old_log_prob",
             "data.train_batch_size",
         },
     ),
     "dapo_qwen3_32b_32die_true_weight": ("grpo_qwen3_32b_32die_true_weight", DAPO_LOSS),
     "grpo_qwen3_30b_a3b_16die_true_weight": ("gspo_qwen3_30b_a3b_16die_true_weight", GSPO_LOSS),
-    "gspo_qwen2_5_3b_8die_fsdp": ("gspo_qwen2_5_3b_8die_async_server", {"trainer.save_freq"}),
 }
 
 
@@ -151,7 +150,7 @@ def lists() -> dict[tuple[str, bool], list[str]]:
         run = dry_run(case[0], SMOKE=str(int(case[1])))
         assert run.returncode == 0, run.stderr
         printed = json.loads(run.stdout)
-        assert printed["module"] == f"verl.trainer.main_{'dapo' if case[0].startswith('dapo') else 'ppo'}"
+        assert printed["module"] == "verl.trainer.main_ppo"
         return case, printed["args"]
 
     with ThreadPoolExecutor(4) as pool:
@@ -190,7 +189,7 @@ def environment_of(name: str) -> str:
 
 
 def test_the_matrix_is_complete():
-    assert set(TWINS) < set(NAMES) and len(NAMES) == 12
+    assert set(TWINS) < set(NAMES) and len(NAMES) == 11
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -435,11 +434,8 @@ def test_a_twin_differs_by_what_is_listed(configs, name):
 
 
 def test_the_twins_differ_by_what_their_names_say(configs):
-    engine, legacy, server = (
-        configs[f"gspo_qwen2_5_3b_8die_{kind}", False] for kind in ("engine_workers", "fsdp", "async_server")
-    )
+    engine, legacy = (configs[f"gspo_qwen2_5_3b_8die_{kind}", False] for kind in ("engine_workers", "fsdp"))
     assert differences(engine, legacy) - NAMING == {"trainer.use_legacy_worker_impl", "trainer.save_freq"}
-    assert differences(server, legacy) - NAMING == {"trainer.save_freq"}
     gspo, grpo = (configs[f"{kind}_qwen3_30b_a3b_16die_true_weight", False] for kind in ("gspo", "grpo"))
     assert differences(gspo, grpo) - NAMING == GSPO_LOSS
 

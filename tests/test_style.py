@@ -172,9 +172,8 @@ def test_python_commands_say_how_they_are_used(name, tmp_path):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_scripts_stop_at_errors(name):
-    """By their own `set`, by that of internal/common.sh, or by that of the script they become."""
-    sourced = r'\. ".*common\.sh"( \|\| exit 130 # .*)?'
-    ways = rf'^(set -euo pipefail|{sourced}|exec bash "\$HERE/train_\w+\.sh" "\$@")$'
+    """By their own `set`, or by that of internal/common.sh, which internal/recipe.sh sources."""
+    ways = r'^(set -euo pipefail|\. ".*(common|recipe)\.sh"( \|\| exit 130 # .*)?)$'
     assert re.search(ways, text(name), re.MULTILINE)
 
 

@@ -45,6 +45,7 @@ def documented() -> tuple[dict[str, str], dict[str, str]]:
     """{variable: value} and {key: value} that switch something, as documented."""
     patches = [file.read_text(errors="replace") for file in ROOT.glob("patches/*/*.patch")]
     scripts = [file.read_text() for file in ROOT.glob("internal/*.sh")]
+    table = (ROOT / "ascend_rl/settings/switches.txt").read_text()
     sources = [file.read_text() for file in (ROOT / "ascend_rl").rglob("*.py")]
     added = "\n".join(line for text in patches for line in text.splitlines() if line.startswith("+"))
     code = "\n".join([*scripts, *sources, added])
@@ -52,12 +53,17 @@ def documented() -> tuple[dict[str, str], dict[str, str]]:
     pages = " ".join(file.read_text() for file in ROOT.glob("docs/*.md") if ".zh" not in file.suffixes)
     given = re.findall(r"\b([A-Z][A-Z0-9_]{2,})=([\w.:]+)", f"{pages} {trailers}")
     given += re.findall(r"\bswitched ([A-Z]\w+)()", code)
+    given += re.findall(r"^([A-Z]\w+)()", table, re.M)
     given += re.findall(r"\$\{([A-Z]\w+):?-([01]|True|False)\}", "".join(scripts))
     variables: dict[str, str] = {}
     for name, value in given:
         if value in ("N", "STEPS"):  # placeholders
             continue
-        read = re.search(rf"[\"']{name}[\"']|\$\{{{name}\b|env:{name}\b|switched {name}\b", code)
+        read = re.search(
+            rf"[\"']{name}[\"']|\$\{{{name}\b|env:{name}\b|switched {name}\b|^{name} ",
+            f"{code}\n{table}",
+            re.M,
+        )
         if read and variables.get(name, "0").lower() in OFF:
             variables[name] = "1" if value in (*OFF, "False") else value
     keys = dict(re.findall(r"(?:^| )([a-z]\S*\.\S+?)(?:=(\S+)|(?= ))", trailers))

@@ -10,10 +10,6 @@
 # Without ray_start_npu.sh, on every node: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as in docs/roll.md.
 # Variables: MODEL_PATH (weights), ROLL_DATA (directory of the data), OUTPUT_DIR. The settings are in
 # internal/roll/conf/agentic_frozen_lake_qwen2_5_0_5b.yaml; resources=NAME selects another file of conf/resources.
-. "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
-case "${1:-}" in -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;; esac
-. "$ROOT/internal/roll/roll_env.sh"
-[ ! -x "$ROOT/.venv/bin/python" ] || export PATH="$ROOT/.venv/bin:$PATH"
-export OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/agentic_frozen_lake_qwen2_5_0_5b}" ROLL_DATA="${ROLL_DATA:-$ROOT/frameworks/roll/data}"
-export ROLL_LOG_DIR="${ROLL_LOG_DIR:-$OUTPUT_DIR/logs}" # not in the current directory
-train ascend_rl.launch.start_roll agentic_frozen_lake_qwen2_5_0_5b "$@"
+. "$(dirname "${BASH_SOURCE[0]}")/../recipe.sh"
+
+roll agentic_frozen_lake_qwen2_5_0_5b "$@"

@@ -40,17 +40,15 @@ RECIPES = {  # name: (environment, signs)
     "dapo_qwen3_235b_128die_true_weight": ("qwen3_235b", B235),  # importance sampling
     "gspo_qwen3_30b_a3b_16die_true_weight": ("qwen3_30b_a3b", ROLLOUT | MINDSPEED | MOE),  # mbridge
     "grpo_qwen3_32b_32die_true_weight": ("qwen3_32b", ROLLOUT | RINGS | DENSE),  # two servers
-    "gspo_qwen2_5_3b_8die_async_server": ("qwen2_5_3b", set()),  # FSDP, legacy workers
+    "gspo_qwen2_5_3b_8die_fsdp": ("qwen2_5_3b", set()),  # FSDP, legacy workers
     "gspo_qwen2_5_3b_8die_engine_workers": ("qwen2_5_3b", set()),
     # No code path of their own.
     "grpo_qwen3_235b_128die_random_init": ("qwen3_235b", B235),
     "gspo_qwen3_235b_128die_true_weight": ("qwen3_235b", B235),
     "dapo_qwen3_32b_32die_true_weight": ("qwen3_32b", ROLLOUT | RINGS | DENSE),
     "grpo_qwen3_30b_a3b_16die_true_weight": ("qwen3_30b_a3b", ROLLOUT | MINDSPEED | MOE),
-    "gspo_qwen2_5_3b_8die_fsdp": ("qwen2_5_3b", set()),
 }
 SAVE_NOTHING = {
-    "gspo_qwen2_5_3b_8die_async_server",
     "gspo_qwen2_5_3b_8die_engine_workers",
     "grpo_qwen3_235b_128die_random_init",
 }
