@@ -1,8 +1,8 @@
-"""Every documented switch on every recipe: something changes, or the recipe or the linter says no by name.
+"""Every switch on every recipe: something changes, or the recipe or the linter says no by name.
 
-Switches are found where they are documented: the ``Switch:`` lines of patches, the environment scripts, the
-shared functions of recipes, and NAME=VALUE in the pages. A new one is tried without being listed here; listed
-are those that are not a recipe's (LAUNCHER), or that work wherever vLLM or Ray does (ANYWHERE).
+The switches are those of settings/switches.txt. What the ``Switch:`` lines of patches, the scripts and
+NAME=VALUE in the pages document must be there; others are not a recipe's (LAUNCHER), or work wherever vLLM or
+Ray does (ANYWHERE).
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from ascend_rl.estimate import step_time
 from ascend_rl.launch import launch_plan
-from ascend_rl.lint import lint, switches  # noqa: F401  (lint fills RULES)
+from ascend_rl.lint import lint, switches, tuning  # noqa: F401  (lint fills RULES)
 from ascend_rl.lint.dry_run import Run, dry_run
 from ascend_rl.lint.setup import RULES, Setup
 from ascend_rl.lint.verl_config import Resolved, resolve
 from ascend_rl.settings.switch import OFF
+from ascend_rl.settings.switches import TAKEN, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "internal").glob("train_*.sh"))
@@ -45,7 +47,6 @@ def documented() -> tuple[dict[str, str], dict[str, str]]:
     """{variable: value} and {key: value} that switch something, as documented."""
     patches = [file.read_text(errors="replace") for file in ROOT.glob("patches/*/*.patch")]
     scripts = [file.read_text() for file in ROOT.glob("internal/*.sh")]
-    table = (ROOT / "ascend_rl/settings/switches.txt").read_text()
     sources = [file.read_text() for file in (ROOT / "ascend_rl").rglob("*.py")]
     added = "\n".join(line for text in patches for line in text.splitlines() if line.startswith("+"))
     code = "\n".join([*scripts, *sources, added])
@@ -53,17 +54,12 @@ def documented() -> tuple[dict[str, str], dict[str, str]]:
     pages = " ".join(file.read_text() for file in ROOT.glob("docs/*.md") if ".zh" not in file.suffixes)
     given = re.findall(r"\b([A-Z][A-Z0-9_]{2,})=([\w.:]+)", f"{pages} {trailers}")
     given += re.findall(r"\bswitched ([A-Z]\w+)()", code)
-    given += re.findall(r"^([A-Z]\w+)()", table, re.M)
     given += re.findall(r"\$\{([A-Z]\w+):?-([01]|True|False)\}", "".join(scripts))
     variables: dict[str, str] = {}
     for name, value in given:
         if value in ("N", "STEPS"):  # placeholders
             continue
-        read = re.search(
-            rf"[\"']{name}[\"']|\$\{{{name}\b|env:{name}\b|switched {name}\b|^{name} ",
-            f"{code}\n{table}",
-            re.M,
-        )
+        read = re.search(rf"[\"']{name}[\"']|\$\{{{name}\b|env:{name}\b|switched {name}\b", code)
         if read and variables.get(name, "0").lower() in OFF:
             variables[name] = "1" if value in (*OFF, "False") else value
     keys = dict(re.findall(r"(?:^| )([a-z]\S*\.\S+?)(?:=(\S+)|(?= ))", trailers))
@@ -79,26 +75,12 @@ def recipes_own() -> dict[str, str]:
     }
 
 
-def environment(recipe: Path) -> Path:
-    if recipe.stem.endswith("_cpu"):
-        return ROOT / "internal" / ("cpu_megatron_env.sh" if "_moe_" in recipe.stem else "cpu_env.sh")
-    kinds = "qwen3_235b qwen3_32b qwen3_30b_a3b qwen2_5_3b".split()
-    return ROOT / "internal" / next(f"{kind}_env.sh" for kind in kinds if f"_{kind}_" in recipe.stem)
-
-
-@cache
-def in_scripts(name: str) -> bool:
-    """Whether a script does more with a variable than to export it."""
-    lines = [line for file in ROOT.glob("internal/*.sh") for line in file.read_text().splitlines()]
-    return any(re.search(rf"\b{name}\b", line) and not re.match(r"\s*(#|export )", line) for line in lines)
-
-
 def started(recipe: Path, **variables: str) -> Run:
     """The recipe with its environment script and the caller's variables, nothing started."""
     bare = {"PATH": os.environ["PATH"], "HOME": "/root", "NPUS_PER_NODE": "2"}
     if not recipe.stem.endswith("_cpu"):
         del bare["NPUS_PER_NODE"]
-    return dry_run(recipe, environment(recipe), environ=bare | variables)
+    return dry_run(recipe, switches.environment(recipe), environ=bare | variables)
 
 
 def said(run: Run, resolved: Resolved) -> str:
@@ -108,48 +90,92 @@ def said(run: Run, resolved: Resolved) -> str:
     return "\n".join(f"{one.where} {one.why} {one.fix}" for one in found if one.severity != "info")
 
 
-def test_the_switches_are_found():
-    variables, keys = documented()
-    assert {
-        "ENABLE_SAM",
-        "ENABLE_NPUGRAPH_EX",
-        "ENABLE_STATIC_KERNEL",
-        "USE_HDP",
-        "OVERLONG",
-        "PROFILE",
-    } <= set(variables)
-    assert {"NUM_SPECULATIVE_TOKENS", "VLLM_FUSED_MOE_CHUNK_SIZE", "ROLLOUT_REBALANCE_ENABLE"} <= set(
-        recipes_own()
-    )
+VARIABLES = {switch.variable: switch for switch in table() if switch.variable}
+# Read by scripts as inputs and places, of logs, or of the machine.
+INPUTS = set(
+    """MODEL_PATH TRAIN_FILE TEST_FILE DIST_CKPT_PATH DATA_DIR EP PP GSPO_LOW GSPO_HIGH ROLL_DATA ROLL_LOG_DIR
+    GLOO_SOCKET_IFNAME VLLM_HOST_IP PYTHONWARNINGS TOKENIZERS_PARALLELISM VERL_LOGGING_LEVEL
+    VLLM_LOGGING_LEVEL VLLM_CPU_OMP_THREADS_BIND USE_MODELSCOPE""".split()
+)
+
+
+def test_the_table_has_every_switch():
+    """Those that scripts read or the patches and pages document; tuning.yaml has those of frameworks."""
+    tuned = {entry.name for entry in tuning.table()}
+    files = [*ROOT.glob("internal/*.sh"), *ROOT.glob("internal/roll/*.sh")]
+    scripts = "\n".join(file.read_text() for file in files if file.name != "common.sh")
+    read = {
+        *re.findall(r"\$\{([A-Z][A-Z0-9_]+):?[-=?]", scripts),
+        *re.findall(r"\bswitched ([A-Z]\w+)", scripts),
+    }
+    assert len(read) > 60
+    assert read - {*VARIABLES} - tuned - LAUNCHER - ANYWHERE - INPUTS == set()
+    assert recipes_own().keys() - {*VARIABLES} == set()
+    keys = documented()[1]
     assert keys["actor_rollout_ref.actor.recompute_old_log_prob"] == "False" and len(keys) > 10
 
 
-CASES = [  # those that only set variables for another one take long for what they add
-    pytest.param(path, marks=pytest.mark.long if "exec bash" in path.read_text() else (), id=path.stem[6:])
+def test_every_switch_has_a_reader_and_a_page():
+    for switch in table():
+        name = switch.variable or switch.key.rpartition(".")[2]
+        reader = ROOT / switch.reader
+        files = [reader] if reader.is_file() else [*reader.glob("*.p*")]
+        assert any(re.search(rf"\b(switch_)?{name}\b", file.read_text()) for file in files) or (
+            switch.reader == "internal/recipe.sh" and switch.taken in ("value", "flag", "own")
+        ), switch
+        for language in ("", ".zh"):
+            assert name in (ROOT / f"docs/{switch.page}{language}.md").read_text(), (switch, language)
+        assert switch.taken in TAKEN and (switch.on or switch.taken == "key")
+
+
+@pytest.mark.parametrize("language", ["", ".zh"])
+def test_the_page_lists_the_switches(language):
+    text = (ROOT / f"docs/recipes{language}.md").read_text()
+    listed = text.partition("<!-- switches -->\n")[2].partition("<!-- /switches -->")[0]
+    assert [line.split("|")[1].strip(" `") for line in listed.splitlines()[2:]] == [*VARIABLES]
+    assert listed == switches.markdown(language.strip("."))
+
+
+def test_step_time_knows_the_switches_by_their_names():
+    words = [word for name, _, _ in step_time.SWITCHES for word in name.split() if "=" in word]
+    named = {word.partition("=")[0] for word in words if word[0].isupper()}
+    assert len(named) > 4 and named <= {*VARIABLES}
+
+
+CASES = [  # the tiny ones make their data
+    pytest.param(
+        path,
+        marks=pytest.mark.long if path.stem.startswith("train_grpo") and "tiny" in path.stem else (),
+        id=path.stem[6:],
+    )
     for path in RECIPES
 ]
 
 
 @pytest.mark.parametrize("recipe", CASES)
-def test_no_switch_is_silently_without_effect(recipe):
+def test_every_recipe_takes_or_refuses_every_switch(recipe):
+    """As the matrix says; what only processes read, the linter names where it does nothing."""
     plain = started(recipe)
-    assert plain.module, plain.errors
     base = resolve(plain.module, plain.args)
     left = {}
-    for name, value in recipes_own().items():
-        on_already = plain.env.get(name) == value
-        left[name] = "0" if on_already else value
-        for one in (left[name], "False") if in_scripts(name) else ():
-            run = started(recipe, **{name: one})
-            if not run.module:
-                assert name in run.errors, (name, run.errors)
-            if run.args != plain.args:
-                del left[name]
-                break
-    # No script turns these into a setting: processes of the run read them, or a rule says that none does.
+    for name, switch in VARIABLES.items():
+        fate = switches.fate(plain, base, switch)
+        if switch.taken in ("run", "with") and name != "SMOKE":
+            left[name] = "0" if plain.env.get(name) == switch.on else switch.on
+            continue
+        on = started(recipe, **{name: switch.on})
+        assert (on.module == "") == (fate == "refused"), (name, fate, on.errors)
+        if on.module:
+            has = str(Setup(plain, base, {}).get(switch.key)) == switch.on
+            by_verl = name == "ROLLOUT_REBALANCE_ENABLE"  # which reads the variable
+            assert on.args != plain.args or has or by_verl, name
+        else:
+            assert name in on.errors, (name, on.errors)
+    del left["USE_HDP"]  # its fate asks the rules; with it on, HDP_COST_MODEL does something
     text = said(replace(plain, env=plain.env | left), base)
-    silent = [name for name in left if name not in text and name not in switches.IDLE]
-    assert set(silent) <= {switches.EPLB, switches.HDP}, silent  # with rules that refuse what cannot work
+    fates = {name: switches.fate(plain, base, VARIABLES[name]) for name in left}
+    idle = [name for name, fate in fates.items() if fate not in ("taken", "refused") and left[name] != "0"]
+    assert [name for name in idle if name not in text] == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem.removeprefix("train_"))

@@ -1,20 +1,29 @@
-"""Whether a switch that is on changes anything in a run: one predicate each, for the linter and step_time.
+"""Whether a switch that is on changes anything in a run, and what each recipe does with it.
 
 A switch does nothing, silently, where the script does not read it, or where its feature needs experts,
 Megatron, speculation or an NPU that the run does not have. A predicate says why, or "" where the switch
 works. What frameworks refuse has rules of its own (rollout.options, rollout.eplb, train.hdp and others).
 
 Invariant (tests/test_switches.py): every switch that patches, environment scripts, recipes and pages document
-is here, or has such a rule, or belongs to the launcher. Cost: a lookup each.
+is in the table, or has such a rule, or belongs to the launcher. Cost: a lookup each; a dry run per recipe.
+
+    python -m ascend_rl.lint.switches        # each switch: which recipes take it, refuse it, or gain nothing
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from ascend_rl.lint.setup import ACTOR, MEGATRON, ROLLOUT, VLLM, Setup
+from ascend_rl.lint.dry_run import Run, dry_run
+from ascend_rl.lint.setup import ACTOR, ROLLOUT, RULES, VLLM, Setup
+from ascend_rl.lint.verl_config import Resolved, resolve
 from ascend_rl.settings.switch import OFF
+from ascend_rl.settings.switches import Switch, table
 
 EXTRA, SPECULATION = f"{VLLM}.additional_config", f"{VLLM}.speculative_config"
 EPLB, HDP, OVERLAP, RESHARD = "VLLM_ENABLE_EPLB", "USE_HDP", "USE_ALLTOALL_OVERLAP", "ALL_TO_ALL_RESHARD"
@@ -84,44 +93,122 @@ def _hdp(s: Setup, value: str) -> str:
     return "" if s.variable(HDP) == 1 else f"{HDP} is off"
 
 
-IDLE: dict[str, Callable[[Setup, str], str]] = {  # {variable, or key: why its value does nothing}
-    "ENABLE_SAM": _same(f"{SPECULATION}.method"),
-    "NUM_SPECULATIVE_TOKENS": _same(f"{SPECULATION}.num_speculative_tokens"),
-    "ENABLE_NPUGRAPH_EX": lambda s, value: _npu(s) or _same(f"{EXTRA}.enable_npugraph_ex")(s, value),
-    "ENABLE_STATIC_KERNEL": lambda s, value: _npu(s) or _same(f"{EXTRA}.enable_static_kernel")(s, value),
-    "HCCL_TP_EXPANSION_MODE": lambda s, value: (
-        "" if value == "AIV" else _npu(s) or _same(f"{EXTRA}.hccl_op_expansion_mode.tp")(s, value)
-    ),  # AIV: the default of npu_env.sh, whatever script follows
-    "ROLLOUT_REBALANCE_ENABLE": _rebalances,
-    "VLLM_SPECULATIVE_BATCH_SIZE_THRE": _speculates,
-    "VLLM_FUSED_MOE_CHUNK_SIZE": _experts,
-    "CORE_BINDING": _npu,
-    "VERL_NPU_ENABLE_A2_PATCH_VLLM_ASCEND_MC2": _a2,
-    OVERLAP: _trained_experts,
-    RESHARD: _trained_experts,
-    "HDP_COST_MODEL": _hdp,
-    f"{EXTRA}.enable_npugraph_ex": _npu,
-    f"{EXTRA}.enable_static_kernel": _npu,
-    f"{EXTRA}.hccl_op_expansion_mode": _npu,
-    f"{EXTRA}.graphs_by_rank": _several_ranks,
-    f"{EXTRA}.eplb_policy_type": _eplb,
-    f"{EXTRA}.sam_decoding": _sam,
-    f"{EXTRA}.bs_threshold_for_spec_decode": _speculates,
-    f"{ROLLOUT}.cudagraph_capture_sizes": _graphs,
-    f"{ROLLOUT}.rollout_rebalance.send_kv_tokens": _rebalances,
-    f"{MEGATRON}.dtype": lambda s, value: "" if s.megatron else f"{ACTOR}.strategy is not megatron",
+WORKS_WITH: dict[str, Callable[[Setup, str], str]] = {  # {word of the table: why a value does nothing}
+    "npu": _npu,
+    "experts": _experts,
+    "trained_experts": _trained_experts,
+    "speculates": _speculates,
+    "sam": _sam,
+    "graphs": _graphs,
+    "a2": _a2,
+    "several_ranks": _several_ranks,
+    "rebalances": _rebalances,
+    "eplb": _eplb,
+    "hdp": _hdp,
+    "megatron": lambda s, value: "" if s.megatron else f"{ACTOR}.strategy is not megatron",
 }
+
+
+def why_idle(s: Setup, switch: Switch, value: str) -> str:
+    """Why a switch with this value changes nothing in a run; "" where it works."""
+    for word in filter(None, switch.works_with.split("+")):
+        if why := _same(switch.key)(s, value) if word == "same" else WORKS_WITH[word](s, value):
+            return why
+    return ""
 
 
 def idle(s: Setup) -> Iterator[tuple[str, str]]:
     """(switch, what it is set to and why that does nothing) of the switches of a run that are on."""
-    for name, why_idle in IDLE.items():
-        if variable := name.isupper():
-            value: Any = s.env.get(name, "").strip()
+    for switch in table():
+        if switch.variable:
+            value: Any = s.env.get(switch.variable, "").strip()
         else:
-            node, _, leaf = name.rpartition(".")
+            node, _, leaf = switch.key.rpartition(".")
             value = s.mapping(node).get(leaf)
-        if str(value or "").lower() in OFF or value == s.defaults.get(name):
+        # As the environment scripts have it, whatever script follows.
+        if str(value or "").lower() in OFF or value in (switch.default, s.defaults.get(switch.key)):
             continue
-        if why := why_idle(s, str(value)):
-            yield f"${name}" if variable else name, f"{value}: {why}"
+        if why := why_idle(s, switch, str(value)):
+            yield f"${switch.variable}" if switch.variable else switch.key, f"{value}: {why}"
+
+
+def fate(run: Run, resolved: Resolved, switch: Switch) -> str:
+    """What becomes of a variable in a recipe: "taken", "refused", or why its value changes nothing."""
+    s = Setup(run, resolved, {})
+    if switch.taken == "own" and switch.key not in s.given:
+        return "refused"
+    if switch.variable in ("PROFILE", "SMOKE", "SMOKE_DTYPE") and not s.npu:
+        return "refused"
+    on = Setup(replace(run, env=run.env | {switch.variable: switch.on}), resolved, {})
+    if switch.taken == "run" and any(
+        one.severity == "error" and switch.variable in one.where for rule in RULES for one in rule(on)
+    ):
+        return "refused"
+    words = [word for word in switch.works_with.split("+") if word not in ("", "same", "rebalances")]
+    return next(filter(None, (WORKS_WITH[word](s, switch.on) for word in words)), "taken")
+
+
+def environment(recipe: Path) -> Path:
+    """The environment script that a recipe of internal/ is made for."""
+    kinds = {"_moe_tiny_": "cpu_megatron", "_tiny_": "cpu", "_235b_": "qwen3_235b", "_32b_": "qwen3_32b"}
+    kinds |= {"_30b_": "qwen3_30b_a3b", "_3b_": "qwen2_5_3b"}
+    return recipe.parent / next(f"{kind}_env.sh" for part, kind in kinds.items() if part in recipe.stem)
+
+
+def matrix() -> dict[str, dict[str, str]]:
+    """{variable: {recipe: its fate}}: each recipe started once, dry."""
+    from ascend_rl.lint import lint  # noqa: F401  fills RULES; its rules use this module
+
+    internal = Path(__file__).resolve().parents[2] / "internal"
+    found: dict[str, dict[str, str]] = {switch.variable: {} for switch in table() if switch.variable}
+    for recipe in sorted(internal.glob("train_*.sh")):
+        env = {"PATH": os.environ["PATH"]} | ({"NPUS_PER_NODE": "2"} if "_tiny_" in recipe.stem else {})
+        run = dry_run(recipe, environment(recipe), environ=env)
+        resolved = resolve(run.module, run.args)
+        for switch in table():
+            if switch.variable:
+                found[switch.variable][recipe.stem.removeprefix("train_")] = fate(run, resolved, switch)
+    return found
+
+
+HEADS = {
+    "": ("variable", "key", "environment scripts", "such as", "read by", "page"),
+    "zh": (
+        "\u53d8\u91cf",
+        "\u952e",
+        "\u73af\u5883\u811a\u672c",
+        "\u4f8b\u5982",
+        "\u7531\u8c01\u8bfb\u53d6",
+        "\u9875\u9762",
+    ),
+}
+
+
+def markdown(language: str) -> str:
+    """The variables of the table, as docs/recipes.md has them."""
+    rows = [HEADS[language], ["---"] * 6]
+    for one in table():
+        if one.variable:
+            page = f"{one.page}.zh.md" if language else f"{one.page}.md"
+            cells = (one.variable, one.key, one.default, one.on, one.reader)
+            rows.append([*(f"`{cell}`" if cell else "-" for cell in cells), f"[{one.page}]({page})"])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="print which recipe takes which switch")
+    parser.add_argument("--markdown", action="store_true", help="the list in docs/recipes.md instead")
+    parser.add_argument("--lang", choices=["en", "zh"], default="en")
+    arguments = parser.parse_args()
+    if arguments.markdown:
+        print(markdown(arguments.lang.replace("en", "")), end="")
+        return
+    for name, fates in matrix().items():
+        print(name)
+        for fate_ in dict.fromkeys(fates.values()):
+            recipes = [recipe for recipe, one in fates.items() if one == fate_]
+            print(f"    {fate_}: {'all' if len(recipes) == len(fates) else ', '.join(recipes)}")
+
+
+if __name__ == "__main__":
+    main()
