@@ -1,6 +1,6 @@
 """Faults in a real training run under `--restarts`: what each costs, and whether the result is the same.
 
-Usage:    python bench/bench_faults.py [--model dense|moe] [--faults NAME@PHASE ...] [--list]
+Usage:    python bench/bench_faults.py [--model dense|fsdp2|moe] [--faults NAME@PHASE ...] [--list]
           python bench/bench_faults.py --kills 50 --seed 0
 Example:  python bench/bench_faults.py --faults worker@save hang_engine@rollout
           python bench/bench_faults.py                      # 12 minutes on 2 idle cores
@@ -52,9 +52,11 @@ STALL_S, SERVER_S = 60, 30
 SPARE = 5  # restarts after failures that are no fault of ours
 ANSWERS = 32  # held-out prompts
 DISK_BYTES = 1 << 30
+ACTOR = "actor_rollout_ref.actor"
 LAUNCHES = {
-    "dense": ("train_gspo_qwen3_tiny_cpu.sh", {}),
-    "moe": ("train_gspo_qwen3_moe_tiny_cpu.sh", MEGATRON),
+    "dense": ("train_gspo_qwen3_tiny_cpu.sh", [], {}),
+    "fsdp2": ("train_gspo_qwen3_tiny_cpu.sh", [f"{ACTOR}.strategy=fsdp2"], {"NPUS_PER_NODE": 2}),
+    "moe": ("train_gspo_qwen3_moe_tiny_cpu.sh", [], MEGATRON),
 }
 OVERRIDES = [
     *REPEATABLE,
@@ -88,6 +90,7 @@ FAULTS = [
     *("server@rollout", "engine@sync", "runner@update", "worker@rollout", "reward@rollout"),
     *("hang_worker@update", "disk_of_store@update", "disk_of_log@update"),
 ]
+QUICK = ["engine@rollout", "worker@update"]  # of fsdp2: in place, and from the last checkpoint
 IN_PLACE = "it starts again at the next weight sync"  # a vLLM server, without the rest of the run
 COLUMNS = ("noticed_s", "again_s", "steps_again", "orphans")
 
@@ -211,7 +214,7 @@ class Run:
     """
 
     def __init__(self, model: str, output: Path, restarts: int, steps: int, disks: Iterable[str] = ()):
-        script, how = LAUNCHES[model]
+        script, overrides, how = LAUNCHES[model]
         self.output, self.checkpoints = output, output.with_suffix(".checkpoints")
         self.metrics, logs = output / "metrics.jsonl", output.with_suffix(".logs")
         store = output.with_suffix(".store")
@@ -228,6 +231,7 @@ class Run:
             script,
             output,
             *OVERRIDES,
+            *overrides,
             f"++trainer.validation_data_dir={answers_of(output)}",
             f"trainer.default_local_dir={self.checkpoints}",
             inside=own_shm if "disk_of_store" in self.disks else (),
@@ -410,16 +414,20 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the faults")
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="N random kills instead")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="the first fault only")
+    parser.add_argument("--quick", action="store_true", help=f"with fsdp2 {' and '.join(QUICK)}")
     args = parser.parse_args()
+    if args.quick:
+        args.model, args.faults = "fsdp2", QUICK
     if args.list:
         print(*FAULTS, sep="\n")
         return 0
     for number in (signal.SIGINT, signal.SIGTERM):  # either ends the run, and what was measured is kept
         signal.signal(number, signal.default_int_handler)
     name = "fault_kills" if args.kills else "faults"
-    faults = at_random(args.kills, args.seed) if args.kills else args.faults[: 1 if args.quick else None]
+    faults = at_random(args.kills, args.seed) if args.kills else args.faults
     outputs = ROOT / f"outputs/bench_{name}_{args.model}"
+    if args.quick:
+        shutil.rmtree(outputs, ignore_errors=True)  # also the run without a fault: of other code, perhaps
     steps = (3 if args.kills else 2) * len(faults) + 6
     quiet = outputs / f"none_{steps}"
     for old in set(outputs.glob("*")) - set(outputs.glob("none_*")):
