@@ -117,11 +117,11 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5, help="under each allocator (default %(default)s)")
     parser.add_argument("--recipe", default="gspo_qwen3_32b_64die_true_weight", help="default %(default)s")
     parser.add_argument("--environment", default="qwen3_32b", help="default %(default)s")
-    parser.add_argument("--quick", action="store_true", help="once, under glibc")
+    parser.add_argument("--quick", action="store_true", help="once, the smallest recipe, under glibc")
     options = parser.parse_args()
     tried = dict([*allocators().items()][: 1 if options.quick else None])
     if options.quick:
-        options.runs = 1
+        options.runs, options.recipe, options.environment = 1, "gspo_qwen2_5_3b_8die_fsdp", "qwen2_5_3b"
     directory = Path(tempfile.mkdtemp(prefix="malloc-"))
     runs: list[dict] = []
     print(f"{'allocator':<16}{'run':>4}{'exit':>6}{'s':>6}{'processes':>11}  signs", flush=True)

@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests/patched")]
 
 import numpy as np  # noqa: E402
 
-PROMPTS, SAMPLES, EPOCHS = 16, 8, 2  # measured ones; one more comes first
+PROMPTS, SAMPLES, EPOCHS = 16, 8, 2
 SEATS, GRAPHS, DRAFTS = 64, (1, 2, 4, 8, 16, 32, 64), 3
 MEDIAN, LONGEST = 6025 / 64, 32768 // 64  # tokens
 SPREAD, DRIFT, OF_SAMPLES = 0.564, 0.15, 0.110  # of the logarithm: prompts, from epoch to epoch, samples
@@ -236,15 +236,15 @@ class Rollouts:
             ray.kill(actor)
 
 
-def measure(device: str, servers: int, switches: list[str]) -> list[dict]:
-    """The rows of a device, the baseline first."""
+def measure(device: str, servers: int, switches: list[str], epochs: int) -> list[dict]:
+    """The rows of a device, the baseline first; an epoch that is not measured precedes the others."""
     import psutil
     import ray
 
     from ascend_rl.launch import warm_start
     from ascend_rl.process.counts import VARIABLE
 
-    drawn, rows = lengths(1 + EPOCHS), rows_of(switches, device)
+    drawn, rows = lengths(1 + epochs), rows_of(switches, device)
     plain = Switch()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -358,15 +358,16 @@ def main() -> int:
     parser.add_argument("--switches", nargs="+", choices=SWITCHES, default=[*SWITCHES], help="(all)")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/rollout_engine", metavar="STEM",
                         help="of STEM.json and STEM.png (bench/results/rollout_engine)")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="of the switches only sam")
+    parser.add_argument("--quick", action="store_true", help="only sam, one server, one epoch")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # in the process of a device
     arguments = parser.parse_args()
     if not 1 <= arguments.servers <= 4:
         parser.error("--servers must be 1 to 4")
     if arguments.quick:
-        arguments.switches = ["sam"]
+        arguments.switches, arguments.servers = ["sam"], 1
     if arguments.here:
-        found = measure(arguments.devices[0], arguments.servers, arguments.switches)
+        epochs = 1 if arguments.quick else EPOCHS
+        found = measure(arguments.devices[0], arguments.servers, arguments.switches, epochs)
         arguments.here.write_text(json.dumps(found))
         return 0
 
@@ -380,6 +381,7 @@ def main() -> int:
             answer = Path(directory, "rows.json")
             command = [sys.executable, __file__, "--here", str(answer), "--devices", device]
             command += ["--servers", str(arguments.servers), "--switches", *arguments.switches]
+            command += ["--quick"] * arguments.quick
             subprocess.run(command, env=environment(device, arguments.servers), check=True)
             devices[device] = json.loads(answer.read_text())
     for device, rows in devices.items():
