@@ -218,7 +218,7 @@ def checked_argument(name: str, files: tuple[Path, ...]) -> tuple:
 def choices(files: tuple[Path, ...]) -> dict[str, tuple]:
     """{option: values} of command line parsers: add_argument("--some-name", choices=[...])."""
     found = {}
-    for node in _nodes(files):
+    for node in _nodes(file for file in files if "add_argument" in file.read_text()):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             values = next((_constants(word.value) for word in node.keywords if word.arg == "choices"), None)
             for word in node.args:
