@@ -9,29 +9,22 @@ bench/results/agent_loop.json.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/patched")]
-
-from bars import finish, tiny_model  # noqa: E402
+from bars import bar, finish, parser_of, tiny_model
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "once, 64 requests")
     parser.add_argument(
         "--requests", type=int, default=1024, help="of one worker; 235B: 8192 over 8 (default %(default)s)"
     )
     parser.add_argument("--model", type=Path, help="for its tokenizer (data/tiny/model)")
     parser.add_argument("--repeats", type=int, default=5, help="of each; medians are printed")
-    parser.add_argument("--quick", action="store_true", help="once, 64 requests")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.requests, arguments.repeats = 64, 1
@@ -87,7 +80,7 @@ def main() -> int:
         each = 1000 * row["complete_s"] / arguments.requests
         print(f"{name:<24} {row['sent_s']:>11.2f} {row['complete_s']:>10.2f} {each:>10.2f}")
     share = found["one instance a worker"]["sent_s"] / found["one instance a request"]["sent_s"]
-    bars = [("last request sent, one instance a worker / one a request", share, "", "< 1", share < 1)]
+    bars = [bar("last request sent, one instance a worker / one a request", share, "", "< 1")]
     return finish("agent_loop", bars, requests=arguments.requests, rows=found)
 
 

@@ -22,17 +22,12 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+from bars import ROOT, bar, canvas, finish, parser_of, save
 
-ROOT = Path(__file__).resolve().parent.parent
+from ascend_rl.settings.model import Model
+from ascend_rl.weights import converter, qwen3
+
 CONVERTER = ROOT / "converter_hf_to_mcore.py"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-sys.path.append(str(ROOT / "patches"))
-
-from bars import RESULTS, finish  # noqa: E402
-
-from ascend_rl.settings.model import Model  # noqa: E402
-from ascend_rl.weights import converter, qwen3  # noqa: E402
-
 CONFIG = dict(
     architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, num_attention_heads=32,
     num_key_value_heads=4, head_dim=128, vocab_size=151936, intermediate_size=6144, moe_intermediate_size=768,
@@ -192,6 +187,7 @@ def load_and_save(rank: int, hf: str, mcore: str, out: str, layout: dict) -> flo
 
 def verl_script(directory: Path) -> Path:
     """verl's script from the pinned wheel (frameworks/ keeps the package only)."""
+    sys.path.append(str(ROOT / "patches"))
     import sources
 
     project = sources.Project.load(ROOT)
@@ -200,13 +196,8 @@ def verl_script(directory: Path) -> Path:
         return Path(archive.extract("scripts/converter_hf_to_mcore.py", directory))
 
 
-def plot(path: Path, rows: list[dict]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3.2))
+def plot(rows: list[dict]) -> None:
+    figure, axes = canvas(figsize=(6, 3.2))
     for who in dict.fromkeys(row["who"] for row in rows):
         points = [(row["gb"], row["rss_gb"]) for row in rows if row["who"] == who]
         axes.plot(*zip(*points, strict=True), "o-", label=who)
@@ -219,17 +210,11 @@ def plot(path: Path, rows: list[dict]) -> None:
         title="Memory to convert Qwen3-MoE weights",
     )
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save(figure, "converter")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="0.5 GB instead of 8.7 GB; under a minute; no bar on speed"
-    )
+    parser = parser_of(__doc__, "0.5 GB instead of 8.7 GB; under a minute; no bar on speed")
     parser.add_argument("--layers", type=int, default=6, help="layers of the large model, 1.25 GB each")
     parser.add_argument(
         "--directory", type=Path, default=ROOT / "data/bench_converter", help="where the data goes"
@@ -335,21 +320,19 @@ def bench(args: argparse.Namespace, config: dict, small: int, large: int, repeat
         for peer in ("cp", "cp and sync")
     }
     bars = [
-        ("peak RSS, largest of all runs at both sizes", max(ours_rss), "GB", "<= 2", max(ours_rss) <= 2),
+        bar("peak RSS, largest of all runs at both sizes", max(ours_rss), "GB", "<= 2"),
         ("tensors equal after the round trip", tensors, "", "all", True),
         ("verl's script writes the same tensors", 1, "", "yes", True),
-        ("real Megatron layouts that load it", loaded, "", ">= 3", loaded >= 3),
+        bar("real Megatron layouts that load it", loaded, "", ">= 3"),
     ]
     if not args.quick:
-        bars.insert(0, ("speed against cp (not synced)", share["cp"], "x", ">= 0.6", share["cp"] >= 0.6))
-        bars.insert(
-            1, ("speed against cp and sync", share["cp and sync"], "x", ">= 0.6", share["cp and sync"] >= 0.6)
-        )
+        bars.insert(0, bar("speed against cp (not synced)", share["cp"], "x", ">= 0.6"))
+        bars.insert(1, bar("speed against cp and sync", share["cp and sync"], "x", ">= 0.6"))
         less = rss_verl / rss_small
-        bars.append(("memory of verl's script / ours, same weights", less, "x", ">= 5", less >= 5))
-        bars.append(("chunks kept by a kill -9, same hashes after it", kept, "", ">= 1", kept >= 1))
+        bars.append(bar("memory of verl's script / ours, same weights", less, "x", ">= 5"))
+        bars.append(bar("chunks kept by a kill -9, same hashes after it", kept, "", ">= 1"))
     status = finish("converter", bars, quick=args.quick, rates_bytes_per_second=rates, memory=rows, **data)
-    plot(RESULTS / "converter.png", rows)
+    plot(rows)
     return status
 
 

@@ -13,7 +13,6 @@ batches that a step takes with sized batches and with whole ones. Bar: sized bat
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import subprocess
@@ -21,14 +20,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from bars import ROOT, bar, canvas, finish, parser_of, save
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from bars import RESULTS, finish  # noqa: E402
-
-from ascend_rl.loss.dapo import DynamicSampling  # noqa: E402
-from ascend_rl.recipe.report import read_metrics  # noqa: E402
+from ascend_rl.loss.dapo import DynamicSampling
+from ascend_rl.recipe.report import read_metrics
 
 BATCH, SAMPLES = 16, 4
 RECIPES = {"DAPO": "train_dapo_qwen3_tiny_cpu.sh", "GSPO": "train_gspo_qwen3_tiny_cpu.sh"}
@@ -83,13 +78,8 @@ def curve(run: Path) -> dict:
     }
 
 
-def draw(curves: dict[str, dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (trained, generated, batches) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+def draw(curves: dict[str, dict]) -> None:
+    figure, (trained, generated, batches) = canvas(1, 3, figsize=(12, 3.6))
     for name, data in curves.items():
         trained.plot(data["trained"], data["accuracy"], "o-", markersize=4, label=name)
         generated.plot(data["generated"], data["accuracy"], "o-", markersize=4, label=name)
@@ -100,14 +90,13 @@ def draw(curves: dict[str, dict], path: Path) -> None:
     for axes in (trained, generated, batches):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    save(figure, "dapo")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "2 steps of DAPO, next to themselves")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--runs", type=Path, nargs=2, metavar=("DAPO", "GSPO"), help="finished runs")
-    parser.add_argument("--quick", action="store_true", help="2 steps of DAPO, next to themselves")
     args = parser.parse_args()
     steps = 2 if args.quick else args.steps
     costs = []
@@ -143,14 +132,14 @@ def main() -> int:
     print(f"DAPO - GSPO, held out, mean by generated samples: {by_generated:+.3f}")
     end = dapo["accuracy"][-1] - gspo["accuracy"][-1]
     mean = float(np.mean(np.subtract(dapo["accuracy"], gspo["accuracy"])))
-    bars = [("prompts of a step, sized over whole batches, most", most, "", "<= 1", most <= 1)]
+    bars = [bar("prompts of a step, sized over whole batches, most", most, "", "<= 1")]
     if not args.quick:
         bars += [
             ("DAPO - GSPO, held out, at the end", end, "", ">= -0.02", end >= -0.02),
             ("DAPO - GSPO, held out, mean by trained samples", mean, "", ">= -0.02", mean >= -0.02),
         ]
     status = finish("dapo", bars, costs=costs, mean_by_generated=by_generated, curves=curves)
-    draw(curves, RESULTS / "dapo.png")
+    draw(curves)
     return status
 
 

@@ -13,22 +13,16 @@ it on: lower p99/p50 of steps, a shorter longest step, a shorter p99 of interval
 
 from __future__ import annotations
 
-import argparse
 import collections
 import gc
 import os
 import queue
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from bars import finish  # noqa: E402
+from bars import finish, parser_of
 
 recent = collections.deque(maxlen=300)  # what requests hold lives for as many steps
 
@@ -57,8 +51,7 @@ def figures(times_ms: np.ndarray) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2 blocks")
+    parser = parser_of(__doc__, "2 blocks")
     parser.add_argument("--objects", type=int, default=200_000, help="lists on the heap")
     parser.add_argument("--blocks", type=int, default=14)
     parser.add_argument("--steps", type=int, default=1500, help="of a block")

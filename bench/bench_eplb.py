@@ -16,7 +16,6 @@ Time is CPU time of one thread. Compilation (numba keeps it on disk) is excluded
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import subprocess
@@ -24,18 +23,13 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
+from bars import ROOT, bar, canvas, finish, parser_of, save
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-
-from bars import RESULTS, finish  # noqa: E402
-
-from ascend_rl.experts.eplb import balance, copied, lower_bound, rank_loads, replica_counts  # noqa: E402
-from ascend_rl.experts.eplb_policy import VllmAscendPolicy  # noqa: E402
+from ascend_rl.experts.eplb import balance, copied, lower_bound, rank_loads, replica_counts
+from ascend_rl.experts.eplb_policy import VllmAscendPolicy
 
 EXPERTS = 128
 RANKS, REDUNDANT = (8, 32, 64, 128), (0, 16, 32, 64, 128)
@@ -266,10 +260,7 @@ def rounds_table(layers: int, rounds: int) -> list[dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="2 layers")
+    parser = parser_of(__doc__, "2 layers")
     parser.add_argument("--layers", type=int, default=94)
     args = parser.parse_args()
     layers = 2 if args.quick else args.layers
@@ -288,22 +279,17 @@ def main() -> int:
     moves = moves_table(layers, 3 if args.quick else 5, others)
     print("\nrounds of the policy")
     gated = rounds_table(layers, 8 if args.quick else 16)
-    draw(rows, RESULTS / "eplb.png")
+    draw(rows)
     return finish(
         "eplb", judge_bars(peaks, rows, moves, gated, layers), quick=args.quick, layers=layers, example=peaks,
         rows=rows, moves=moves, rounds=gated, expert_bytes=EXPERT_BYTES,
     )  # fmt: skip
 
 
-def draw(rows: list[dict], path: Path) -> None:
+def draw(rows: list[dict]) -> None:
     """Mean peak over average of each policy, by ranks and slots, for loads with redundancy."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     names = ["vLLM Default", "DynamicEplb", "DynamicEplbV2", "FlashLB", "ours"]
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), sharey=True)
+    figure, axes = canvas(1, 3, figsize=(11, 3.4), sharey=True)
     for axis, load in zip(axes, ("uniform", "Zipf", "few-hot"), strict=True):
         chosen = [row for row in rows if row["load"] == load and row["redundant"] and row["ranks"] >= 32]
         for nth, name in enumerate(names):
@@ -316,8 +302,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.set_xlabel("ranks x slots")
     axes[0].set_ylabel("fullest rank over mean, %")
     axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    save(figure, "eplb")
 
 
 def judge_bars(peaks, rows, moves, gated, layers) -> list:
@@ -342,9 +327,9 @@ def judge_bars(peaks, rows, moves, gated, layers) -> list:
         mean, share = (np.mean([row["over"][nth] for row in chosen]) for nth in (0, 2))
         worst = max(row["over"][1] for row in chosen)
         what = f"{what}: over the bound, worst layer (mean {mean:.2%}, {share:.0%} above 0.5%)"
-        bars.append((what, worst * 100, "%", "<= 0.5", worst <= 0.005))
+        bars.append(bar(what, worst * 100, "%", "<= 0.5"))
     slowest = max(row["ms"]["ours"] for row in rows)
-    bars.append((f"slowest case, {layers} layers, one thread", slowest, "ms", "< 100", slowest < 100))
+    bars.append(bar(f"slowest case, {layers} layers, one thread", slowest, "ms", "< 100"))
     for row in moves:
         share = row["ours"] / row["theirs"] if row["theirs"] else 0.0
         ok = share <= 0.5 and row["our_par"][0] <= row["their_par"][0] * (1 + 1e-9)
@@ -353,12 +338,11 @@ def judge_bars(peaks, rows, moves, gated, layers) -> list:
     for row in gated:
         where, still = f"{row['ranks']} x {row['slots']}", max(row["still"])
         what = f"rounds, {where}: experts copied a layer and round while popularity stays the same"
-        bars.append((what, still, "", "<= 0.1", still <= 0.1))
-        ok = row["after"][1] <= 1.05
+        bars.append(bar(what, still, "", "<= 0.1"))
         what = (
             f"rounds, {where}: peak over average after a shift ({row['before'][1]:.2f} before the policy ran)"
         )
-        bars.append((what, row["after"][1], "", "<= 1.05", ok))
+        bars.append(bar(what, row["after"][1], "", "<= 1.05"))
     return bars
 
 

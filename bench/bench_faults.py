@@ -20,7 +20,6 @@ Bars: the run survives every fault and ends with the same answers, without orpha
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -37,15 +36,12 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/e2e")]
+from bars import ROOT, bar, finish, parser_of
+from runs import MEGATRON, PATIENCE_S, REPEATABLE, console, environments, launch, losses, named, titles
 
-from bars import finish  # noqa: E402
-from runs import MEGATRON, PATIENCE_S, REPEATABLE, console, environments, launch, losses, named, titles  # noqa: E402
-
-from ascend_rl.launch.supervise import SharedMemory, descendants  # noqa: E402
-from ascend_rl.settings.logs import parts  # noqa: E402
-from ascend_rl.weights.checkpoints import TRACKER  # noqa: E402
+from ascend_rl.launch.supervise import SharedMemory, descendants
+from ascend_rl.settings.logs import parts
+from ascend_rl.weights.checkpoints import TRACKER
 
 KILL_WITHIN_S = 1.5  # of the first step of a start
 STALL_S, SERVER_S = 60, 30
@@ -408,13 +404,12 @@ def measure(model: str, outputs: Path, faults: list[str], quiet: Path, steps: in
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, f"with fsdp2 {' and '.join(QUICK)}")
     parser.add_argument("--model", choices=LAUNCHES, default="dense")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, metavar="NAME@PHASE")
     parser.add_argument("--list", action="store_true", help="print the faults")
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="N random kills instead")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help=f"with fsdp2 {' and '.join(QUICK)}")
     args = parser.parse_args()
     if args.quick:
         args.model, args.faults = "fsdp2", QUICK
@@ -445,7 +440,7 @@ def main() -> int:
     lost = sum(len(end["lost"]) for end in ends)
     good = sum(not end["status"] and not end["wrong"] for end in ends)
     bars = [
-        ("answers that training changes", changed, "", "> 0", changed > 0),
+        bar("answers that training changes", changed, "", "> 0"),
         ("faults survived with the same result", survived, "", f">= {len(faults)}", survived >= len(faults)),
         ("runs that end well, with the same answers", good, "", str(len(ends)), good == len(ends)),
         ("orphans", orphans, "", "0", not orphans),

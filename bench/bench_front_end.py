@@ -12,7 +12,6 @@ the patch of vLLM, and both must return the same. Bar: 8 us a token. Needs data/
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -20,25 +19,21 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests/patched")]
+from bars import bar, finish, parser_of, tiny_model
+
 ENGINES, SEATS, BAR_US = 32, 256, 8.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "once, 16 tokens")
     parser.add_argument("--tokens", type=int, default=48, help="of a response (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of each, alternating; medians are printed")
     parser.add_argument("--model", type=Path, help="for its tokenizer (data/tiny/model)")
-    parser.add_argument("--quick", action="store_true", help="once, 16 tokens")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if arguments.quick:
         arguments.tokens, arguments.repeats = 16, 1
 
-    from bars import finish, tiny_model
     from played_engines import Server
 
     model = arguments.model or tiny_model()
@@ -68,9 +63,7 @@ def main() -> int:
     for way, (token, request) in rows.items():
         print(f"{way:<6} {token:>9.2f} {request:>27.0f}")
     value = rows["here"][0]
-    return finish(
-        "front_end", [("front end", value, "us/token", f"<= {BAR_US:g}", value <= BAR_US)], rows=rows
-    )
+    return finish("front_end", [bar("front end", value, "us/token", f"<= {BAR_US:g}")], rows=rows)
 
 
 if __name__ == "__main__":

@@ -11,24 +11,19 @@ Example:  python bench/bench_hdp.py            # about a minute; --quick takes f
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import math
 import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
+from bars import Bar, bar, canvas, finish, parser_of, save
 from numba import njit
+from sim_rollout import draw_bimodal, draw_lengths
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from bars import RESULTS, Bar, finish  # noqa: E402
-from sim_rollout import draw_bimodal, draw_lengths  # noqa: E402
-
-from ascend_rl.hdp.hdp import DEEPSEEK_V3, QWEN3_235B, CostModel, plan  # noqa: E402
+from ascend_rl.hdp.hdp import DEEPSEEK_V3, QWEN3_235B, CostModel, plan
 
 LONGEST = 2048 + 32768
 OVERLOAD = 2.0  # of the greedy packer
@@ -170,7 +165,7 @@ def compare(all_mixes: dict[str, Mix], bars: list[Bar], data: dict) -> None:
         )
         over = ours.makespan / ours.bound - 1
         bars.append((f"{name}: ours over the lower bound", 100 * over, "%", "0 to 1.5", 0 <= over <= 0.015))
-        bars.append((f"{name}: ours over plain CP", 100 * gain["ours"], "%", ">= 0", gain["ours"] >= 0))
+        bars.append(bar(f"{name}: ours over plain CP", 100 * gain["ours"], "%", ">= 0"))
     short, reasoning = data["short, CP8"], data["reasoning, CP4"]
     of = "gain over plain CP"
     at = 100 * short[of]["greedy"]
@@ -180,9 +175,9 @@ def compare(all_mixes: dict[str, Mix], bars: list[Bar], data: dict) -> None:
         ("calibration: greedy on reasoning lengths", at, "%", "published about 5, +- 1", abs(at - 5) <= 1)
     )
     at = 100 * short[of]["ours"]
-    bars.append(("ours on the short mix", at, "%", ">= 45", at >= 45))
+    bars.append(bar("ours on the short mix", at, "%", ">= 45"))
     at = 100 * reasoning[of]["ours"]
-    bars.append(("ours on reasoning lengths", at, "%", ">= 12", at >= 12))
+    bars.append(bar("ours on reasoning lengths", at, "%", ">= 12"))
     mix = all_mixes["reasoning, CP4"]
     cp8 = plan(mix.lengths, 8, 1, LONGEST // 8, mix.model, rings=False).makespan
     ratio = cp8 / reasoning["makespan"]["plain CP"]
@@ -228,16 +223,11 @@ def time_planner(bars: list[Bar], data: dict) -> None:
             times.append(1000 * (time.process_time() - begun))
         data[f"{name}: planning 8192 sequences, ms of CPU"] = times
         middle = statistics.median(times)
-        bars.append((f"{name}: planning 8192 sequences", middle, "ms of CPU", "< 200", middle < 200))
+        bars.append(bar(f"{name}: planning 8192 sequences", middle, "ms of CPU", "< 200"))
 
 
-def draw_figure(all_mixes: dict[str, Mix], data: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), gridspec_kw={"width_ratios": [3, 2]})
+def draw_figure(all_mixes: dict[str, Mix], data: dict) -> None:
+    figure, (left, right) = canvas(1, 2, figsize=(11, 3.8), gridspec_kw={"width_ratios": [3, 2]})
     ways = list(data["short, CP8"]["makespan"])
     for i, way in enumerate(ways):
         heights = [data[name]["makespan"][way] / data[name]["bound"] for name in all_mixes]
@@ -257,15 +247,11 @@ def draw_figure(all_mixes: dict[str, Mix], data: dict, path: Path) -> None:
     right.set(ylabel="share of tokens", title="ring sizes chosen")
     right.set_xticks(range(len(all_mixes)), [name.replace(", ", "\n") for name in all_mixes], fontsize=8)
     right.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    save(figure, "hdp")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a sixteenth of the sequences")
+    parser = parser_of(__doc__, "a sixteenth of the sequences")
     args = parser.parse_args()
     all_mixes = mixes(16 if args.quick else 1)
     bars: list[Bar] = []
@@ -273,7 +259,7 @@ def main() -> int:
     compare(all_mixes, bars, data)
     vary(all_mixes["reasoning, CP4"], data)
     time_planner(bars, data)
-    draw_figure(all_mixes, data, RESULTS / "hdp.png")
+    draw_figure(all_mixes, data)
     return finish("hdp", bars, quick=args.quick, **data)
 
 

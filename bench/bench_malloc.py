@@ -18,7 +18,6 @@ measured. The logs of a run that failed, or does not count, are kept and named.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -29,11 +28,10 @@ import time
 from glob import glob
 from pathlib import Path
 
-import bars
+from bars import ROOT, finish, parser_of
 
 from ascend_rl.launch.supervise import descendants
 
-ROOT = Path(__file__).resolve().parent.parent
 # What says that a process did end so; Ray also guesses at "SIGSEGV or SIGBUS" when it knows nothing.
 SIGNS = re.compile(
     r"\*\*\* SIG(?:SEGV|ABRT|BUS|ILL|FPE)|Segmentation fault|core dumped|double free|corrupted|munmap_chunk"
@@ -111,13 +109,10 @@ def rehearse(recipe: str, environment: str, variables: dict[str, str], output: P
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "once, the smallest recipe, under glibc")
     parser.add_argument("--runs", type=int, default=5, help="under each allocator (default %(default)s)")
     parser.add_argument("--recipe", default="gspo_qwen3_32b_64die_true_weight", help="default %(default)s")
     parser.add_argument("--environment", default="qwen3_32b", help="default %(default)s")
-    parser.add_argument("--quick", action="store_true", help="once, the smallest recipe, under glibc")
     options = parser.parse_args()
     tried = dict([*allocators().items()][: 1 if options.quick else None])
     if options.quick:
@@ -151,7 +146,7 @@ def main() -> int:
         of = [run for run in runs if run["allocator"] == name and (run["trainers"] or run["signs"])]
         bad = sum(run["bad"] for run in of)
         met.append((f"{name}: of {len(of)} runs, failed", bad, "", "0", bool(of) and not bad))
-    return bars.finish("malloc", met, recipe=options.recipe, allocators=tried, runs=runs)
+    return finish("malloc", met, recipe=options.recipe, allocators=tried, runs=runs)
 
 
 if __name__ == "__main__":

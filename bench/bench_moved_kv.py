@@ -13,7 +13,6 @@ half the time.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import os
@@ -24,8 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests/patched"), str(ROOT / "tests")]
+from bars import bar, finish, parser_of
+
 DECODED = 4
 
 
@@ -138,12 +137,9 @@ def measure(lengths: list[int], repeats: int, base: Path) -> list[dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "once, 1024 tokens")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 8192], help="of the prefix")
     parser.add_argument("--repeats", type=int, default=3, help="of each, alternating; medians are printed")
-    parser.add_argument("--quick", action="store_true", help="once, 1024 tokens")
     arguments = parser.parse_args()
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
     for variable, value in {
@@ -153,8 +149,6 @@ def main() -> int:
         os.environ.setdefault(variable, value)
     if arguments.quick:
         arguments.tokens, arguments.repeats = [1024], 1
-
-    from bars import finish
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as base:
         rows = measure(arguments.tokens, arguments.repeats, Path(base))
@@ -170,7 +164,7 @@ def main() -> int:
         )
         one, share = row["computed"][1], kv / replay
         bars.append((f"computed, {row['tokens']} tokens", one, "tokens", "1", one == 1))
-        bars.append((f"KV / replay, {row['tokens']} tokens", share, "of the time", "<= 0.5", share <= 0.5))
+        bars.append(bar(f"KV / replay, {row['tokens']} tokens", share, "of the time", "<= 0.5"))
     return finish("moved_kv", bars, rows=rows)
 
 

@@ -9,12 +9,11 @@
    them, and no rule was changed for one of them that it missed; those are marked. A mistake is caught if an
    error names the key or the variable to change. Bar: 95 percent.
 
-verl's examples are not in its wheel: they come from git, from the URL in frameworks.lock.
+verl's examples are not in its wheel: they come from git, by the URL of frameworks.lock.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -22,13 +21,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-import bars
+from bars import ROOT, bar, finish, parser_of
 
 from ascend_rl.lint.findings import Finding
 from ascend_rl.lint.lint import lint
 from ascend_rl.preflight.node_facts import load_lock
 
-ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = ROOT / "tests/samples/lint"
 
 # Errors of published scripts that are true: (check, text in where, reason).
@@ -199,12 +197,7 @@ def caught(base: str, words: str, named: str, directory: Path) -> Finding | None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="every fourth configuration, no published scripts"
-    )
+    parser = parser_of(__doc__, "every fourth configuration, no published scripts")
     arguments = parser.parse_args()
     rows, held = [], HELD_BACK[:: 4 if arguments.quick else 1]
     with tempfile.TemporaryDirectory() as directory:
@@ -216,14 +209,14 @@ def main() -> int:
                 f"{words.replace('actor_rollout_ref.', '...')[:62]:<62}  {said.replace(directory, '')[:100]}"
             )
     share = 100 * sum(row["finding"] is not None for row in rows) / len(rows)
-    results = [("caught, held back", share, f"% of {len(rows)}", ">= 95 %", share >= 95)]
+    results = [bar("caught, held back", share, f"% of {len(rows)}", ">= 95 %")]
     if not arguments.quick:
         scripts, sure, wrong = false_errors(examples())
         for script, finding in wrong:
             print(f"false error in {script}: {finding.check} {finding.where}: {finding.why[:120]}")
         print(f"\n{scripts} published scripts: {sure} true errors, which TRUE explains, {len(wrong)} false")
         results.append(("false errors", len(wrong), f"in {scripts} scripts", "0", not wrong))
-    return bars.finish("preflight", results, configurations=rows)
+    return finish("preflight", results, configurations=rows)
 
 
 if __name__ == "__main__":

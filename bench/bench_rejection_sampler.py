@@ -9,14 +9,12 @@ cases regardless of what follows (vllm-ascend's sampler verifies whole blocks fr
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/patched"), str(ROOT / "tests")]
-sys.path.append(str(ROOT / "patches"))
+from bars import bar, finish, parser_of
+
 VOCABULARY = 151936
 CASES = {  # requests, drafted tokens of each, temperature
     "greedy, 64 x 2": (64, 2, 0.0),
@@ -77,14 +75,12 @@ def measure(cases: dict, repeats: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser = parser_of(__doc__, "fewer repetitions")
     args = parser.parse_args()
     os.environ |= {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
 
     from statistics import median
 
-    from bars import finish
     from bench_rejection_sampler import measure
     from npu_ground import Ground
 
@@ -95,7 +91,7 @@ def main() -> int:
     for name, times in result["seconds"].items():
         theirs, ours = (1e3 * median(times[sampler]) for sampler in ("vllm-ascend", "ours"))
         print(f"{name:20} {theirs:15.2f} {ours:9.2f} {theirs / ours:8.2f}x")
-        bars.append((f"speed-up, {name}", theirs / ours, "x", ">= 0.9", theirs >= 0.9 * ours))
+        bars.append(bar(f"speed-up, {name}", theirs / ours, "x", ">= 0.9"))
     theirs, ours = (result["kept"][sampler] for sampler in ("vllm-ascend", "ours"))
     print(f"a token of probability 0.5 before two certain ones is kept: theirs {theirs:.3f}, ours {ours:.3f}")
     bars.append(("kept, of probability 0.5", ours, "", "0.5 +- 0.015", abs(ours - 0.5) < 0.015))

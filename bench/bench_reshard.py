@@ -11,24 +11,18 @@ What a rank owns and needs is computed with sets by tests/test_reshard.py, not b
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bars import bar, finish, parser_of
+from ranks import run_ranks
+from test_reshard import needed_sets, owned_sets
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from bars import finish  # noqa: E402
-from ranks import run_ranks  # noqa: E402
-from test_reshard import needed_sets, owned_sets  # noqa: E402
-
-from ascend_rl.weights.reshard import PARTS, Plan, Rollout, Slice, Train, make_plan, reshard  # noqa: E402
+from ascend_rl.weights.reshard import PARTS, Plan, Rollout, Slice, Train, make_plan, reshard
 
 BF16_BYTES = 2
 HIDDEN, INTERMEDIATE, EXPERTS, LAYERS = 1024, 512, 16, 4
@@ -173,10 +167,7 @@ def execute(rank: int, repeat: int) -> dict[str, dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one repetition; under a minute")
+    parser = parser_of(__doc__, "one repetition; under a minute")
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     repeat = 1 if args.quick else args.repeat
@@ -207,9 +198,9 @@ def main() -> int:
     print(f"  {rounds} rounds; planned in {plan_ms:.0f} ms; all-gather / reshard: {ratio:.1f}x\n")
     data["qwen3_235b"] = {"gb": rows, "rounds": rounds, "plan_ms": plan_ms, "ratio": ratio}
     off = max(abs(a - b) for a, b in zip(received, minimum, strict=True))
-    bars.append(("235B, by plan: bytes a rank off the minimum", off * slice_bytes, "B", "= 0", off == 0))
+    bars.append(bar("235B, by plan: bytes a rank off the minimum", off * slice_bytes, "B", "= 0"))
     share = plan.buffer_slices / local
-    bars.append(("235B, by plan: buffers / one layer's local experts", share, "", "<= 1", share <= 1))
+    bars.append(bar("235B, by plan: buffers / one layer's local experts", share, "", "<= 1"))
 
     print(f"{'4 gloo ranks, executed':<24} {'reshard':>20} {'all-gather':>20} {'bytes':>8} {'time':>8}")
     slice_bytes = HIDDEN * INTERMEDIATE * BF16_BYTES
@@ -240,9 +231,9 @@ def main() -> int:
         data["executed"][name] = {"seconds": seconds, "bytes": sums, "load_average": os.getloadavg()}
         exact = [r["gathered_bytes"] for r in results] == formula
         bars += [
-            (f"{name}: bytes a rank off the minimum", off, "B", "= 0", off == 0),
-            (f"{name}: buffers / one layer's local experts", share, "", "<= 1", share <= 1),
-            (f"{name}: ranks with every value bit-exact", right, "", "= 4", right == 4),
+            bar(f"{name}: bytes a rank off the minimum", off, "B", "= 0"),
+            bar(f"{name}: buffers / one layer's local experts", share, "", "<= 1"),
+            bar(f"{name}: ranks with every value bit-exact", right, "", "= 4"),
             (f"{name}: all-gather's bytes are the formula's", exact, "", "= 1", exact),
         ]
 

@@ -12,7 +12,6 @@ The constants are those of bench/sim_rollout.py; docs/rollout_rebalance.md expla
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -22,12 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bars import RESULTS, finish  # noqa: E402
-from sim_rollout import (  # noqa: E402
+from bars import ROOT, bar, canvas, finish, parser_of, save
+from sim_rollout import (
     DEEPSEEK_V3,
     DONE,
     QWEN3_235B,
@@ -44,8 +39,8 @@ from sim_rollout import (  # noqa: E402
     simulate,
 )
 
-from ascend_rl.rollout.data_rebalance import place, predict  # noqa: E402
-from ascend_rl.rollout.rollout_rebalance import Request, Server, gear_of, plan  # noqa: E402
+from ascend_rl.rollout.data_rebalance import place, predict
+from ascend_rl.rollout.rollout_rebalance import Request, Server, gear_of, plan
 
 QWEN = Cluster(QWEN3_235B)
 DEEPSEEK = Cluster(DEEPSEEK_V3, ranks=128, gears=(4, 8, 16, 32, 64), max_num_seqs=64)
@@ -394,25 +389,10 @@ def check_model(bars: list, data: dict) -> None:
             f"({row['idle_spread']:.1f}) published {target:5.2f}%  {row['seconds']:5.0f} s published {total}"
         )
         if batch_size == 256:
-            bar = 1 if fitted else 4
-            bars.append(
-                (
-                    f"{prompts} prompts, {row['placement']}: idle off the published share, {kind}",
-                    abs(idle - target),
-                    "points",
-                    f"<= {bar}",
-                    abs(idle - target) <= bar,
-                )
-            )
-        bars.append(
-            (
-                f"{prompts} prompts, {row['placement']}, batch {batch_size}: rollouts with tokens lost",
-                wrong,
-                "",
-                "= 0",
-                wrong == 0,
-            )
-        )
+            what = f"{prompts} prompts, {row['placement']}: idle off the published share, {kind}"
+            bars.append(bar(what, abs(idle - target), "points", "<= 1" if fitted else "<= 4"))
+        what = f"{prompts} prompts, {row['placement']}, batch {batch_size}: rollouts with tokens lost"
+        bars.append(bar(what, wrong, "", "= 0"))
 
     print("\n   gains as time ratios: one graph / gears / gears with the two-phase policy, verl's placement")
     seeds = range(8)
@@ -441,15 +421,8 @@ def check_model(bars: list, data: dict) -> None:
         for what, i in (("gears", 0), ("moves", 1)):
             gain, target = times[i] / times[i + 1], seconds[i] / seconds[i + 1]
             off = abs(gain / target - 1)
-            bars.append(
-                (
-                    f"{name}, gain by {what}: {gain:.2f}, published {target:.2f}; off by, {kind}",
-                    100 * off,
-                    "%",
-                    "<= 15",
-                    off <= 0.15,
-                )
-            )
+            what = f"{name}, gain by {what}: {gain:.2f}, published {target:.2f}; off by, {kind}"
+            bars.append(bar(what, 100 * off, "%", "<= 15"))
 
 
 def check_placement(bars: list, data: dict) -> None:
@@ -471,9 +444,9 @@ def check_placement(bars: list, data: dict) -> None:
             f"{data['placement'][name][1]:6.0f} s"
         )
     gain = idle["interleaved"] - idle["ours: earlier lengths"]
-    bars.append(("published, earlier lengths: idle below interleaved", gain, "points", ">= 3", gain >= 3))
+    bars.append(bar("published, earlier lengths: idle below interleaved", gain, "points", ">= 3"))
     above = idle["ours: nothing known"] - idle["interleaved"]
-    bars.append(("published, nothing known: idle above interleaved", above, "points", "<= 0", above <= 0))
+    bars.append(bar("published, nothing known: idle above interleaved", above, "points", "<= 0"))
 
 
 def compare(make: dict[str, Callable[[int], Batch]], seeds: int, bars: list, data: dict) -> None:
@@ -525,25 +498,12 @@ def compare(make: dict[str, Callable[[int], Batch]], seeds: int, bars: list, dat
     rows = data["policies"]["published"]
     most = max(worse.values())
     bars.append(
-        (
-            "placement: longer than the better of verl and interleaved, worst of 5 models",
-            most,
-            "%",
-            "<= 1",
-            most <= 1,
-        )
+        bar("placement: longer than the better of verl and interleaved, worst of 5 models", most, "%", "<= 1")
     )
     for mover in ("KV", "replay"):
         most = max(value for (_, name), value in slower.items() if f"+ {mover}" in name)
-        bars.append(
-            (
-                f"moves by {mover}: longer than the better two-phase row, worst of 5 models",
-                most,
-                "%",
-                "<= 0",
-                most <= 0,
-            )
-        )
+        what = f"moves by {mover}: longer than the better two-phase row, worst of 5 models"
+        bars.append(bar(what, most, "%", "<= 0"))
         for how in ("", FEWER):
             for where in ("adjacent", "interleaved"):
                 mine, theirs = rows[f"ours: earlier lengths + {mover}{how}"], rows[f"two-phase, {where}"]
@@ -551,19 +511,11 @@ def compare(make: dict[str, Callable[[int], Batch]], seeds: int, bars: list, dat
                 print(f"   published, moves by {mover}{how}: {less:.1f}% shorter than two-phase, {where}")
                 if where == "adjacent" and how:  # as published: verl's placement, 10213 -> 6102 s
                     name = f"published, moves by {mover}{how}: shorter than two-phase"
-                    bars.append((name, less, "%", ">= 8", less >= 8))
+                    bars.append(bar(name, less, "%", ">= 8"))
         mine = rows[f"ours: earlier lengths + {mover}"]
-        bars.append(
-            (
-                f"published, moves by {mover}: of the lower bound",
-                mine["bound"],
-                "%",
-                ">= 95",
-                mine["bound"] >= 95,
-            )
-        )
+        bars.append(bar(f"published, moves by {mover}: of the lower bound", mine["bound"], "%", ">= 95"))
     wrong = sum(row["wrong"] for model in data["policies"].values() for row in model.values())
-    bars.append(("rollouts with tokens lost, all policies", wrong, "", "= 0", wrong == 0))
+    bars.append(bar("rollouts with tokens lost, all policies", wrong, "", "= 0"))
 
 
 def trade_offs(seeds: int, data: dict) -> None:
@@ -652,17 +604,11 @@ def time_planner(bars: list, data: dict) -> None:
             times.append(1e3 * (time.perf_counter() - begun))
         middle = statistics.median(times)
         data["planner_ms"][name] = times
-        bars.append(
-            (f"planner, 128 ranks x 256 requests, {len(moves)} moves", middle, "ms", "< 10", middle < 10)
-        )
+        bars.append(bar(f"planner, 128 ranks x 256 requests, {len(moves)} moves", middle, "ms", "< 10"))
 
 
-def draw_figure(path: Path) -> None:
+def draw_figure() -> None:
     """Running requests of each rank over time, one panel per policy."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.colors import LogNorm
 
     batch = draw_lengths(256, 16, 0)
@@ -677,7 +623,7 @@ def draw_figure(path: Path) -> None:
         "ours: earlier lengths + replay",
         "ours: earlier lengths + KV",
     ]
-    figure, axes = plt.subplots(len(names), 1, figsize=(8, 1.15 * len(names) + 0.8), sharex=True)
+    figure, axes = canvas(len(names), 1, figsize=(8, 1.15 * len(names) + 0.8), sharex=True)
     for axis, name in zip(axes, names, strict=True):
         result = run(name, batch, QWEN, trace=True)
         seconds = np.array([s for s, _ in result.trace] + [result.makespan_s])
@@ -702,14 +648,11 @@ def draw_figure(path: Path) -> None:
         "seconds (simulated; 256 prompts x 16, 32 ranks in lockstep, one row a rank)", fontsize=8
     )
     figure.colorbar(image, ax=axes, label="running requests of a rank; grey: waits", pad=0.01)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+    save(figure, "rollout")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer seeds; under a minute")
+    parser = parser_of(__doc__, "fewer seeds; under a minute")
     parser.add_argument(
         "--lengths",
         type=Path,
@@ -726,7 +669,7 @@ def main() -> int:
     compare(models(args.lengths), seeds, bars, data)
     trade_offs(2 if args.quick else 4, data)
     time_planner(bars, data)
-    draw_figure(RESULTS / "rollout.png")
+    draw_figure()
     return finish("rollout", bars, quick=args.quick, seconds=time.monotonic() - begun, **data)
 
 

@@ -26,10 +26,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests/patched")]
-
-import numpy as np  # noqa: E402
+import numpy as np
+from bars import ROOT, bar, canvas, finish, parser_of, save, tiny_model
 
 PROMPTS, SAMPLES, EPOCHS = 16, 8, 2
 SEATS, GRAPHS, DRAFTS = 64, (1, 2, 4, 8, 16, 32, 64), 3
@@ -309,15 +307,10 @@ def show(device: str, rows: list[dict]) -> None:
         print(f"{found['name']:<18} {found['tokens/s']:>8.0f} {found['ratio']:>5.2f} {spread:>12}", *counts)
 
 
-def picture(path: Path, devices: dict[str, list[dict]]) -> None:
+def picture(name: str, devices: dict[str, list[dict]]) -> None:
     """Running requests of each server over the last rollout of each row, three panels a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     lines = [-(-len(rows) // 3) for rows in devices.values()]
-    figure, panels = pyplot.subplots(sum(lines), 3, figsize=(9, 1.9 * sum(lines)), squeeze=False, sharey=True)
+    figure, panels = canvas(sum(lines), 3, figsize=(9, 1.9 * sum(lines)), squeeze=False, sharey=True)
     for panel in panels.flat:
         panel.axis("off")
     for (device, rows), first in zip(devices.items(), np.cumsum([0, *lines]), strict=False):
@@ -333,8 +326,7 @@ def picture(path: Path, devices: dict[str, list[dict]]) -> None:
         panels[first, 0].legend(fontsize=7)
     for panel in panels[-1]:
         panel.set_xlabel("s")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    save(figure, name)
 
 
 # From the shell.
@@ -350,15 +342,12 @@ def environment(device: str, servers: int) -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "of the switches only sam, one server, one epoch")
     parser.add_argument("--devices", nargs="+", choices=("npu", "cpu"), default=["npu"], help="(npu)")
     parser.add_argument("--servers", type=int, default=2, help="of 2.5 GB each, twice; 1 to 4 (2)")
     parser.add_argument("--switches", nargs="+", choices=SWITCHES, default=[*SWITCHES], help="(all)")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/rollout_engine", metavar="STEM",
                         help="of STEM.json and STEM.png (bench/results/rollout_engine)")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="only sam, one server, one epoch")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # in the process of a device
     arguments = parser.parse_args()
     if not 1 <= arguments.servers <= 4:
@@ -366,12 +355,11 @@ def main() -> int:
     if arguments.quick:
         arguments.switches, arguments.servers = ["sam"], 1
     if arguments.here:
-        epochs = 1 if arguments.quick else EPOCHS
-        found = measure(arguments.devices[0], arguments.servers, arguments.switches, epochs)
+        found = measure(
+            arguments.devices[0], arguments.servers, arguments.switches, 1 if arguments.quick else EPOCHS
+        )
         arguments.here.write_text(json.dumps(found))
         return 0
-
-    from bars import finish, tiny_model
 
     tiny_model()
     devices = {}
@@ -387,13 +375,14 @@ def main() -> int:
     for device, rows in devices.items():
         show(device, rows)
     bars = [
-        (f"{device}, {found['name']}: {count}", found[count], "a rollout", "> 0", found[count] > 0)
+        bar(f"{device}, {found['name']}: {count}", found[count], "a rollout", "> 0")
         for device, rows in devices.items()
         for found in rows[1:]
         for count in rows_of(arguments.switches, device)[found["name"]].counts
     ]
-    picture(arguments.out.with_suffix(".png"), devices)
-    return finish(str(arguments.out.absolute()), bars, servers=arguments.servers, devices=devices)
+    out = str(arguments.out.absolute())
+    picture(out, devices)
+    return finish(out, bars, servers=arguments.servers, devices=devices)
 
 
 if __name__ == "__main__":

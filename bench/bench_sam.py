@@ -33,9 +33,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from bars import ROOT, bar, canvas, finish, parser_of, save
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 PEERS = ROOT / ".venv-peers"
 ARCTIC = "arctic-inference==0.3.0"
 RUNNING = 16
@@ -469,13 +468,8 @@ def timed_texts(corpora: dict[str, Corpus]) -> dict[str, np.ndarray]:
     return {name: np.ascontiguousarray(text, dtype=np.int32) for name, text in texts.items()}
 
 
-def draw(tokens: dict, times: dict, multi: list[str], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(multi) + 1, figsize=(5 * len(multi) + 5, 4))
+def draw(tokens: dict, times: dict, multi: list[str]) -> None:
+    figure, axes = canvas(1, len(multi) + 1, figsize=(5 * len(multi) + 5, 4))
     for axis, corpus in zip(axes, multi, strict=False):
         for drafter in dict.fromkeys(key.split("|")[1] for key in tokens):
             points = [value for key, value in tokens.items() if key.startswith(f"{corpus}|{drafter}|")]
@@ -487,21 +481,16 @@ def draw(tokens: dict, times: dict, multi: list[str], path: Path) -> None:
         axes[-1].loglog([int(n) for n in steps], list(steps.values()), "o-", label=drafter, markersize=4)
     axes[-1].set(title="one token in, one draft (code)", xlabel="tokens of context", ylabel="us")
     axes[-1].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    save(figure, "sam_decoding")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="less text, one draft length, under a minute")
+    parser = parser_of(__doc__, "less text, one draft length, under a minute")
     parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peer:
         peer(*arguments.peer)
         return 0
-    from bars import RESULTS, finish
 
     quick = arguments.quick
     corpora = read_corpora(quick)
@@ -589,24 +578,24 @@ def main() -> int:
                 tokens[f"{name}|{drafter}|{k}"][0] / max(tokens[f"{name}|{rival}|{k}"][0] for rival in rivals)
                 for k in lengths
             )
-            bars.append((f"{what}: {name}", ratio, "x", f">= {bound}", ratio >= bound))
+            bars.append(bar(f"{what}: {name}", ratio, "x", f">= {bound}"))
     for name in corpora:
         rows = {d: [tokens[f"{name}|{d}|{k}"] for k in lengths] for d in drafters}
         always = [(t, speed) for t, _, speed in rows["ours"]]
         pays = [e[0] / t for e, (t, speed) in zip(rows["engine"], always, strict=True) if speed >= PAYS]
         if pays:
             what = f"tokens a step, the engine over drafting always, where that pays: {name}"
-            bars.append((what, min(pays), "x", ">= 0.95", min(pays) >= 0.95))
+            bars.append(bar(what, min(pays), "x", ">= 0.95"))
         for drafter in ("engine", "engine, graphs"):
             slowest = min(speed for *_, speed in rows[drafter])
-            bars.append((f"speed of the {drafter}: {name}", slowest, "x", ">= 0.98", slowest >= 0.98))
+            bars.append(bar(f"speed of the {drafter}: {name}", slowest, "x", ">= 0.98"))
         best = [max(rows[peer][i][2] for peer in peers) for i in range(len(lengths))]
         ratio = min(e[2] / b for e, b in zip(rows["engine"], best, strict=True))
-        bars.append((f"speed, the engine over the best peer: {name}", ratio, "x", ">= 0.98", ratio >= 0.98))
+        bars.append(bar(f"speed, the engine over the best peer: {name}", ratio, "x", ">= 0.98"))
     for name in dict.fromkeys(key.split("|")[0] for key in earlier):
         ratio = min(earlier[f"{name}|1|with|{k}"][0] / earlier[f"{name}|1|without|{k}"][0] for k in lengths)
         what = f"tokens a step, with earlier responses over without, one sample a prompt: {name}"
-        bars.append((what, ratio, "x", ">= 1.2", ratio >= 1.2))
+        bars.append(bar(what, ratio, "x", ">= 1.2"))
     mine = times["ours"]
     for what, column, unit, bound, names in (
         ("update a token", "update_us", "us", 1.0, ("code", "GSM8K")),
@@ -616,10 +605,10 @@ def main() -> int:
         ("memory", "bytes_per_token", "bytes a token", 100, mine),
     ):
         value = max(mine[name][column] for name in names)
-        bars.append((what, value, unit, f"<= {bound}", value <= bound))
+        bars.append(bar(what, value, unit, f"<= {bound}"))
     what = f"step while {at_once['requests']} prompts of {at_once['tokens']} tokens come at once, median"
-    bars.append((what, at_once["median_ms"], "ms", "<= 5", at_once["median_ms"] <= 5))
-    draw(tokens, times, multi, RESULTS / "sam_decoding.png")
+    bars.append(bar(what, at_once["median_ms"], "ms", "<= 5"))
+    draw(tokens, times, multi)
     data = {"tokens_a_step": tokens, "with_earlier": earlier, "times": times, "machine_pauses_us": gap,
             "at_once": at_once}  # fmt: skip
     return finish("sam_decoding", bars, **data)

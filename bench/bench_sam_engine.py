@@ -13,19 +13,14 @@ the process, which runs on one thread, so that other load matters less. The best
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "patched")]
-
-from bars import finish  # noqa: E402
+from bars import bar, environment_of, finish, parser_of
 
 DRAFT_TOKENS = 8
 METHODS = {
@@ -168,20 +163,17 @@ def measure(quick: bool = False) -> tuple[list, dict]:
     bars = []
     for name, peer in (("no speculation", none), ("ngram", ngram)):
         ratio = peer["steps"] / sam["steps"]
-        bars.append((f"engine: fewer steps than {name}", ratio, "x", "> 1", ratio > 1))
+        bars.append(bar(f"engine: fewer steps than {name}", ratio, "x", "> 1"))
         ratio = sam["speed"] / peer["speed"]
-        bars.append((f"engine: faster than {name}", ratio, "x", "> 1", ratio > 1))
+        bars.append(bar(f"engine: faster than {name}", ratio, "x", "> 1"))
     for text in list(results)[1:]:
         slower = 100 * (1 - results[text]["sam"]["speed"] / results[text]["none"]["speed"])
-        bars.append((f"engine: slower on {text}", slower, "%", "<= 3", slower <= 3))
+        bars.append(bar(f"engine: slower on {text}", slower, "%", "<= 3"))
     return bars, {"engine": results, "engine_loss": losses}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer samples, tokens and rounds")
+    parser = parser_of(__doc__, "fewer samples, tokens and rounds")
     arguments = parser.parse_args()
     cpu_environment()
     bars, data = measure(arguments.quick)
@@ -190,10 +182,7 @@ def main() -> int:
 
 def cpu_environment() -> None:
     """Set the variables of internal/cpu_env.sh, engine in this process; call before importing vllm."""
-    printed = subprocess.run(
-        ["bash", "-c", f". {ROOT}/internal/cpu_env.sh && env -0"], check=True, capture_output=True, text=True
-    ).stdout
-    os.environ.update(entry.split("=", 1) for entry in printed.split("\0") if "=" in entry)
+    os.environ |= environment_of("cpu_env.sh")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # vLLM's n-grams would bring more threads to all operators of the process.
     os.environ["NUMBA_NUM_THREADS"] = "1"

@@ -21,10 +21,9 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "patches"), str(ROOT / "bench")]
+from bars import ROOT, bar, environment_of, finish, parser_of
+
 START_S, STEP_RATIO = 10.0, 2.5
 SHAPES = {"small": (2, 16), "usual": (8, 128)}  # sequences, tokens of each
 ENGINE = """
@@ -49,16 +48,13 @@ print("ANSWER", json.dumps({
 
 def environment() -> dict[str, str]:
     """Of a process that has the device and vllm-ascend's tree."""
-    from npu_wheels import CHIPS, wheels_file
+    from wheels import CHIPS, wheels_file
 
     from ascend_rl.host.npu_tools import built_for
 
     tree = ROOT / "frameworks/vllm_ascend"
     series = built_for(tree / "vllm_ascend")
-    printed = subprocess.run(
-        ["bash", "-c", f". {ROOT}/internal/cpu_env.sh && env -0"], check=True, capture_output=True, text=True
-    ).stdout
-    return dict(entry.split("=", 1) for entry in printed.split("\0") if "=" in entry) | {
+    return environment_of("cpu_env.sh") | {
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "software_npu/site", tree))),
         "SOFTWARE_NPU_WHEELS": str(wheels_file()),
         "SOFTWARE_NPU_CHIP": CHIPS[series or "A3"],
@@ -154,16 +150,12 @@ def train(steps: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser = parser_of(__doc__, "fewer rounds")
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.steps:
         train(arguments.steps)
         return 0
-    import bars
 
     from ascend_rl.process.ports import free_port
     from software_npu import build
@@ -179,7 +171,7 @@ def main() -> int:
     ranks = answers([sys.executable, __file__, "--steps", str(steps)], 2, **place)
     print("\nFSDP step, two ranks    cpu ms   npu ms   ratio")
     start = best["start_cpu_s"]
-    met = [("engine: start to first token", start, "CPU s", f"<= {START_S:g}", start <= START_S)]
+    met = [bar("engine: start to first token", start, "CPU s", f"<= {START_S:g}")]
     for name, (sequences, tokens) in SHAPES.items():
         ms = {
             device: 1e3 * statistics.median(s for rank in ranks for s in rank[name][device])
@@ -187,9 +179,8 @@ def main() -> int:
         }
         ratio = ms["npu"] / ms["cpu"]
         print(f"{f'{sequences} x {tokens} tokens':<20}{ms['cpu']:>10.1f}{ms['npu']:>9.1f}{ratio:>8.2f}")
-        bar = (f"FSDP step of {sequences} x {tokens} tokens", ratio, "x cpu", f"<= {STEP_RATIO:g}")
-        met.append((*bar, ratio <= STEP_RATIO))
-    return bars.finish("software_npu", met, engine=starts, fsdp_step_cpu_s=ranks)
+        met.append(bar(f"FSDP step of {sequences} x {tokens} tokens", ratio, "x cpu", f"<= {STEP_RATIO:g}"))
+    return finish("software_npu", met, engine=starts, fsdp_step_cpu_s=ranks)
 
 
 if __name__ == "__main__":

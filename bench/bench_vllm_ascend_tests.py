@@ -12,7 +12,6 @@ Bars: none fails, and of all files as many pass as with mocks (and 17 are skippe
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import subprocess
@@ -22,13 +21,12 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-import bars
+from bars import ROOT, bar, finish, parser_of
+from wheels import CHIPS, wheels_file
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "patches")]
-from npu_wheels import CHIPS, wheels_file  # noqa: E402
+from ascend_rl.host.npu_tools import built_for
 
-from ascend_rl.host.npu_tools import built_for  # noqa: E402
+sys.path.append(str(ROOT / "patches"))
 from sources import BASE_TAG, Project  # noqa: E402
 
 IGNORED = (
@@ -106,12 +104,9 @@ def outcome(case: ElementTree.Element) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "only those of graphs, sleep and utilities")
     parser.add_argument("--patched", action="store_true", help="on the patched tree")
     parser.add_argument("--seconds", type=float, default=3600, help="pytest is ended then")
-    parser.add_argument("--quick", action="store_true", help="only those of graphs, sleep and utilities")
     parser.add_argument("files", nargs="*", help="tests/ut/...; all without")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -130,10 +125,10 @@ def main() -> int:
     print(", ".join(f"{number} {kind}" for kind, number in counts.items()))
     passed, failed = counts["passed"], counts["failed"]
     wanted = PASSED_OF_QUICK if arguments.quick else 1 if arguments.files else PASSED_WITH_MOCKS
-    return bars.finish(
+    return finish(
         "vllm_ascend_tests_part" if arguments.files else "vllm_ascend_tests",
         [
-            ("unit tests of vllm-ascend that pass", passed, "tests", f">= {wanted}", passed >= wanted),
+            bar("unit tests of vllm-ascend that pass", passed, "tests", f">= {wanted}"),
             ("unit tests of vllm-ascend that fail", failed, "tests", "0", failed == 0),
         ],
         patched=arguments.patched,
