@@ -5,10 +5,10 @@ model sees only that. "fixed" rows gave a constant its value, so they show how w
 figures; "held back" rows did not. Where the publication leaves something open, the case says what was
 assumed (docs/step_time.md).
 
-Invariant (tests/test_step_time.py): the document holds this table, and the rows beyond BAR are those that it
-names. Cost: about 60 predictions, 20 s.
+Invariant (tests/test_step_time.py): the document shows rows of this table, all those beyond BAR among them.
+Cost: about 60 predictions, 20 s.
 
-    python -m ascend_rl.step_time --published              # --lang zh: as in docs/step_time.zh.md
+    python -m ascend_rl.step_time --published              # --lang zh: in Chinese
 """
 
 from __future__ import annotations

@@ -250,6 +250,10 @@ Writes nothing but its findings. Exit status: 0, 1 if there is an error, 2 if th
     )
     parser.add_argument("--json", action="store_true", help="print a JSON array")
     parser.add_argument("--fix", action="store_true", help="print corrected overrides and exports to paste")
+    rules = "".join(f"{rule.id:34} {rule.severity:8} {rule.checks}\n" for rule in RULES)
+    parser.add_argument(
+        "--rules", action="version", version=rules, help="print what every rule requires, and exit"
+    )
     given = parser.parse_intermixed_args(arguments)
     env = given.rest.pop(0) if given.rest and "=" not in given.rest[0] else None
     try:

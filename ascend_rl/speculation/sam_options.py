@@ -14,7 +14,7 @@ from ascend_rl.speculation.bs_threshold_for_spec_decode import step_time
 NAME = "sam_decoding"
 STEP_TIMES = {4: 15.0, 32: 19.0, 128: 23.0, 256: 32.0}
 """{tokens of a decode step: time}, in any unit, as only ratios matter: one MatMul of a step as published, us
-(docs/npu_on_cpu.md). What a step takes besides makes drafts cheaper, so this rather underrates them."""
+(docs/spec_decode_logprobs.md). What a step takes besides makes drafts cheaper, so this underrates them."""
 WORTH = 0.03
 MAX_BYTES, LEAST_BYTES, BEYOND_BYTES = 1 << 30, 24 << 20, 4 << 30  # the table alone takes 16 MiB
 HISTORY = 2
