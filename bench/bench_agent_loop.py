@@ -61,7 +61,7 @@ def main() -> int:
         assert len(asyncio.run(worker.generate_sequences(batch))) == len(messages)
         return server.last - started, time.perf_counter() - started
 
-    rows = {"one instance a request": False, "one instance a worker": True}
+    rows = {"one instance per request": False, "one instance per worker": True}
     taken = {name: [] for name in rows}
     rollout()
     for _ in range(arguments.repeats):
@@ -79,8 +79,8 @@ def main() -> int:
     for name, row in found.items():
         each = 1000 * row["complete_s"] / arguments.requests
         print(f"{name:<24} {row['sent_s']:>11.2f} {row['complete_s']:>10.2f} {each:>10.2f}")
-    share = found["one instance a worker"]["sent_s"] / found["one instance a request"]["sent_s"]
-    bars = [bar("last request sent, one instance a worker / one a request", share, "", "< 1")]
+    share = found["one instance per worker"]["sent_s"] / found["one instance per request"]["sent_s"]
+    bars = [bar("last request sent, one instance per worker / one per request", share, "", "< 1")]
     return finish("agent_loop", bars, requests=arguments.requests, rows=found)
 
 

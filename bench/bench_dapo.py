@@ -3,7 +3,7 @@
 Usage:    python bench/bench_dapo.py [--quick] [--steps 40] [--runs DAPO GSPO]
 Example:  python bench/bench_dapo.py --runs outputs/dapo outputs/gspo      # existing runs
           python bench/bench_dapo.py                                       # about 6 minutes on 2 idle cores
-Both recipes start from the same weights, train on 64 responses a step with the same learning rates, and
+Both recipes start from the same weights, train on 64 responses per step with the same learning rates, and
 answer the same held-out prompts greedily every 10 steps. Bar: at the end, and on average over the run, DAPO
 is not more than 0.02 below GSPO at equal numbers of trained samples. One run each: a difference below 0.03
 may be chance.
@@ -123,7 +123,7 @@ def main() -> int:
         print("{:8} {:6.3f} {:6.3f}   {} {}".format(*row))
     for name, data in curves.items():
         batches, kept = np.mean(data["gen_batches"]), np.mean(data["kept_share"])
-        print(f"{name}: {batches:.2f} generation batches a step, {kept:.2f} of the groups kept, median step "
+        print(f"{name}: {batches:.2f} generation batches per step, {kept:.2f} kept, median step "
               f"{data['step_s']:.2f} s, of it rollout {data['rollout_s']:.2f} s")  # fmt: skip
     # GSPO with as many generated responses as DAPO at each of its points, as far as GSPO went.
     within = np.array(dapo["generated"]) <= gspo["generated"][-1]

@@ -205,7 +205,7 @@ def moves_table(layers: int, steps: int, others: dict[str, Policy]) -> list[dict
             theirs, ours, pars, our_pars = [], [], [], []
             for step, load in enumerate(loads):
                 new = run(load, current)
-                if step:  # the first placement is no update
+                if step:  # the first placement is not an update
                     peak = rank_loads(load, new).max(1)
                     bound = lower_bound(load, ranks, slots)
                     mine = balance(load, ranks, slots, current=current, tolerance=peak / bound - 1)
@@ -319,7 +319,7 @@ def judge_bars(peaks, rows, moves, gated, layers) -> list:
     redundant = [row for row in rows if row["redundant"]]
     large = [row for row in redundant if row["load"] != "recorded"]
     for what, chosen in {
-        "128 experts, 4 or more slots a rank": [row for row in large if row["slots"] >= 4],
+        "128 experts, 4 or more slots per rank": [row for row in large if row["slots"] >= 4],
         "128 experts, 3 slots": [row for row in large if row["slots"] == 3],
         "128 experts, 2 slots": [row for row in large if row["slots"] == 2],
         "8 experts, recorded": [row for row in redundant if row["load"] == "recorded"],

@@ -92,7 +92,7 @@ COLUMNS = ("noticed_s", "again_s", "steps_again", "orphans")
 
 
 class Failed(Exception):
-    """Why a run did not go on."""
+    """Why a run did not continue."""
 
 
 # What a run says to somebody outside.
@@ -244,7 +244,7 @@ class Run:
         return found
 
     def reach(self, phase: str) -> None:
-        """Wait for a phase of the present step, or of the start; "0.7 s" is no phase, but a time."""
+        """Wait for a phase of the present step, or of the start; "0.7 s" is a time, not a phase."""
         if phase == "start":
             self.until(lambda: PHASES[phase] in titles(descendants(self.process.pid)), phase)
         elif phase in PHASES:

@@ -7,7 +7,8 @@ makes the result. All of it is verl's and vLLM's own code in one process, with v
 log-probs; only the engines are played: vLLM's encoder has encoded their messages before the clock starts. The
 last step's results are part of a token's time; starting the requests is printed by itself.
 "verl" makes verl's own request (text, an output a token), "here" what the patched server asks for; both have
-the patch of vLLM, and both must return the same. Bar: 8 us a token. Needs data/tiny (made by quickstart.sh).
+the patch of vLLM, and both must return the same. Bar: 8 us per token. Needs data/tiny (made by
+quickstart.sh).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ A training step of GSPO 32B (FSDP2) once ended inside malloc (docs/recipes.md). 
 there later, or never, depending on the allocator. Each run is one training step of a rehearsal
 (docs/rehearsal.md) with its checkpoint:
   glibc               as it is, but with what is allocated or freed filled with garbage (MALLOC_PERTURB_)
-  glibc, checked      libc_malloc_debug.so, which ends a process at once for what is freed twice, was never
-                      allocated, or has been written beyond its end (MALLOC_CHECK_=3)
+  glibc, checked      libc_malloc_debug.so, which ends a process immediately for what is freed twice, was
+                      never allocated, or has been written beyond its end (MALLOC_CHECK_=3)
   jemalloc            filled with garbage, ends at its first warning (MALLOC_CONF=junk:true,abort:true)
 A run counts if training processes were seen (Ray may not start on a busy machine), and fails if any process
 with torch was seen without the allocator. Signals are looked for in all logs. Ctrl-C ends it with what was
@@ -41,7 +41,7 @@ TRAINER = "ray::WorkerDict"
 
 
 def first(*patterns: str) -> str:
-    """The first file that fits; the last pattern if there is none, which the run then tells."""
+    """The first file that fits; the last pattern if there is no such file, which the run then reports."""
     return next((file for pattern in patterns for file in sorted(glob(pattern))), patterns[-1])
 
 

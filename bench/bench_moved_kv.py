@@ -3,12 +3,12 @@
 Usage:    python bench/bench_moved_kv.py [--tokens 1024 4096 8192] [--repeats 3] [--quick]
 Example:  python bench/bench_moved_kv.py          # 5 minutes on 2 idle cores
 Two vLLM engines in processes of their own, the CPU backend in float32, a random Qwen3 (4 layers, hidden size
-256, 4 KB of KV a token). The first gives a request up; the second goes on with it, alternately with its KV
+256, 4 KB of KV a token). The first gives a request up; the second continues it, alternately with its KV
 and without, its prefix cache empty. CPU time, as other work on the machine changes it least: with KV, of the
 step that saves, of the check, and of the step with the next token; by replay, of the steps up to the next
 token. Tokens computed are those that the second engine schedules up to it. A CPU computes far more slowly
-than an NPU, so the ratio of the times is no NPU's. Bars: one token computed, the same next token, at most
-half the time.
+than an NPU, so the ratio of the times does not hold for an NPU. Bars: one token computed, the same next
+token, at most half the time.
 """
 
 from __future__ import annotations

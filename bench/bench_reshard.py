@@ -183,7 +183,7 @@ def main() -> int:
     gathered = [gathered_slices(train, experts, rank) for rank in range(train.world)]
     local = len(PARTS) * experts // rollout.ep
     gb = slice_bytes / 1e9
-    print("Qwen3-235B-A22B, TP4 PP4 EP32 -> TP4 DP32 EP128, by plan, bytes a rank")
+    print("Qwen3-235B-A22B, TP4 PP4 EP32 -> TP4 DP32 EP128, by plan, bytes per rank")
     rows = {
         "minimum: needed, not owned": (min(minimum) * gb, max(minimum) * gb),
         "reshard, received": (min(received) * gb, max(received) * gb),
@@ -198,7 +198,7 @@ def main() -> int:
     print(f"  {rounds} rounds; planned in {plan_ms:.0f} ms; all-gather / reshard: {ratio:.1f}x\n")
     data["qwen3_235b"] = {"gb": rows, "rounds": rounds, "plan_ms": plan_ms, "ratio": ratio}
     off = max(abs(a - b) for a, b in zip(received, minimum, strict=True))
-    bars.append(bar("235B, by plan: bytes a rank off the minimum", off * slice_bytes, "B", "= 0"))
+    bars.append(bar("235B, by plan: bytes per rank off the minimum", off * slice_bytes, "B", "= 0"))
     share = plan.buffer_slices / local
     bars.append(bar("235B, by plan: buffers / one layer's local experts", share, "", "<= 1"))
 
@@ -231,7 +231,7 @@ def main() -> int:
         data["executed"][name] = {"seconds": seconds, "bytes": sums, "load_average": os.getloadavg()}
         exact = [r["gathered_bytes"] for r in results] == formula
         bars += [
-            bar(f"{name}: bytes a rank off the minimum", off, "B", "= 0"),
+            bar(f"{name}: bytes per rank off the minimum", off, "B", "= 0"),
             bar(f"{name}: buffers / one layer's local experts", share, "", "<= 1"),
             bar(f"{name}: ranks with every value bit-exact", right, "", "= 4"),
             (f"{name}: all-gather's bytes are the formula's", exact, "", "= 1", exact),

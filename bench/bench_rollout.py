@@ -44,13 +44,13 @@ from ascend_rl.rollout.rollout_rebalance import Request, Server, gear_of, plan
 
 QWEN = Cluster(QWEN3_235B)
 DEEPSEEK = Cluster(DEEPSEEK_V3, ranks=128, gears=(4, 8, 16, 32, 64), max_num_seqs=64)
-CARDS = 64  # tokens/s a card, as published
+CARDS = 64  # tokens/s per card, as published
 FIT_SEEDS = 64
 LOOK_STEPS = 20  # how often ours looks, about every two seconds; the published practice: 1000 steps
 LEVELS = [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
 PATIENCE = 2
 EAGER = (1, 1.2, 2, 7.5)  # published: graphs save 15 to 20%; vllm-ascend#16049: 7.5 times
-STEP_S = 0.1  # the shortest decode step takes 0.07 s; differences below it are none
+STEP_S = 0.1  # the shortest decode step takes 0.07 s; smaller differences do not count
 SEER_CHUNK = 8192
 
 

@@ -308,7 +308,7 @@ def show(device: str, rows: list[dict]) -> None:
 
 
 def picture(name: str, devices: dict[str, list[dict]]) -> None:
-    """Running requests of each server over the last rollout of each row, three panels a line."""
+    """Running requests of each server over the last rollout of each row, three panels per line."""
     lines = [-(-len(rows) // 3) for rows in devices.values()]
     figure, panels = canvas(sum(lines), 3, figsize=(9, 1.9 * sum(lines)), squeeze=False, sharey=True)
     for panel in panels.flat:

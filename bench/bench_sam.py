@@ -210,7 +210,7 @@ class DictAutomaton:
 
 
 def decode(corpus: Corpus, drafter) -> tuple[float, float, float]:
-    """Tokens and drafted tokens a step, averaged over all requests of a server that takes them in order; and
+    """Tokens and drafted tokens per step, averaged over all requests of a server that takes them in order; and
     the time without drafts over the time with them, for the same batches."""
     from ascend_rl.speculation.bs_threshold_for_spec_decode import step_time
     from ascend_rl.speculation.sam_options import STEP_TIMES
@@ -474,7 +474,7 @@ def draw(tokens: dict, times: dict, multi: list[str]) -> None:
         for drafter in dict.fromkeys(key.split("|")[1] for key in tokens):
             points = [value for key, value in tokens.items() if key.startswith(f"{corpus}|{drafter}|")]
             axis.plot([d for _, d, _ in points], [t for t, *_ in points], "o-", label=drafter, markersize=4)
-        axis.set(title=corpus, xlabel="drafted tokens a step", ylabel="tokens a step")
+        axis.set(title=corpus, xlabel="drafted tokens per step", ylabel="tokens per step")
     axes[0].legend(fontsize=7)
     for drafter, by_text in times.items():
         steps = by_text["code"]["step_us"]
@@ -519,7 +519,7 @@ def main() -> int:
         "arctic, free": "free",
     }
     for k in lengths:
-        print(f"\ntokens a step / drafted, {k} tokens a draft at most")
+        print(f"\ntokens per step / drafted, {k} tokens a draft at most")
         print(" " * 16 + "".join(f"{shown.get(d, d):>14}" for d in drafters))
         for corpus in corpora:
             cells = (tokens[f"{corpus}|{drafter}|{k}"] for drafter in drafters)
@@ -531,7 +531,7 @@ def main() -> int:
 
     earlier = with_earlier(corpora, lengths)
     print(
-        "\nthe engine with the earlier responses to each prompt, and without: tokens a step / drafted, speed"
+        "\nthe engine with the earlier responses to each prompt, and without: tokens per step / drafted, speed"
     )
     for key in [key for key in earlier if "|with|" in key]:
         name, samples, _, k = key.split("|")
@@ -560,7 +560,7 @@ def main() -> int:
 
     at_once = crowd(texts["code"], quick)
     print(
-        "\n{requests} requests with prompts of their own, {tokens} tokens each, at once: ".format(**at_once)
+        "\n{requests} requests with prompts of their own, {tokens} tokens each, together: ".format(**at_once)
         + "{steps} steps, ms per step: {median_ms:.2f}, worst {worst_ms:.2f}".format(**at_once)
     )
 
@@ -569,9 +569,9 @@ def main() -> int:
     alone = [drafter for drafter in peers if drafter not in ("arctic", "arctic, free")]
     bars = []
     for what, drafter, rivals, bound, names in (
-        ("tokens a step, longest drafts, over the best peer", "ours, free", peers, 1.0, corpora),
-        ("tokens a step, as set by default, over arctic", "ours", ["arctic"], 1.0, corpora),
-        ("tokens a step, shared, over the best peer on own text", "ours", alone, 1.25, multi),
+        ("tokens per step, longest drafts, over the best peer", "ours, free", peers, 1.0, corpora),
+        ("tokens per step, as set by default, over arctic", "ours", ["arctic"], 1.0, corpora),
+        ("tokens per step, shared, over the best peer on own text", "ours", alone, 1.25, multi),
     ):
         for name in names:
             ratio = min(
@@ -584,7 +584,7 @@ def main() -> int:
         always = [(t, speed) for t, _, speed in rows["ours"]]
         pays = [e[0] / t for e, (t, speed) in zip(rows["engine"], always, strict=True) if speed >= PAYS]
         if pays:
-            what = f"tokens a step, the engine over drafting always, where that pays: {name}"
+            what = f"tokens per step, the engine over drafting always, where that pays: {name}"
             bars.append(bar(what, min(pays), "x", ">= 0.95"))
         for drafter in ("engine", "engine, graphs"):
             slowest = min(speed for *_, speed in rows[drafter])
@@ -594,7 +594,7 @@ def main() -> int:
         bars.append(bar(f"speed, the engine over the best peer: {name}", ratio, "x", ">= 0.98"))
     for name in dict.fromkeys(key.split("|")[0] for key in earlier):
         ratio = min(earlier[f"{name}|1|with|{k}"][0] / earlier[f"{name}|1|without|{k}"][0] for k in lengths)
-        what = f"tokens a step, with earlier responses over without, one sample a prompt: {name}"
+        what = f"tokens per step, with earlier responses over without, one sample per prompt: {name}"
         bars.append(bar(what, ratio, "x", ">= 1.2"))
     mine = times["ours"]
     for what, column, unit, bound, names in (
@@ -602,11 +602,11 @@ def main() -> int:
         ("draft, median", "draft_us", "us", 2.0, ("code", "GSM8K")),
         ("step, 99.9%", "p999_us", "us", 50, mine),
         ("step, worst", "worst_us", "us", 1000, mine),
-        ("memory", "bytes_per_token", "bytes a token", 100, mine),
+        ("memory", "bytes_per_token", "bytes per token", 100, mine),
     ):
         value = max(mine[name][column] for name in names)
         bars.append(bar(what, value, unit, f"<= {bound}"))
-    what = f"step while {at_once['requests']} prompts of {at_once['tokens']} tokens come at once, median"
+    what = f"step while {at_once['requests']} prompts of {at_once['tokens']} tokens arrive together, median"
     bars.append(bar(what, at_once["median_ms"], "ms", "<= 5"))
     draw(tokens, times, multi)
     data = {"tokens_a_step": tokens, "with_earlier": earlier, "times": times, "machine_pauses_us": gap,

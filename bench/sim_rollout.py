@@ -58,7 +58,7 @@ class Cost:
     eager: float = 1.0
 
 
-# Fitted, see docs/rollout_rebalance.md. Prefill: 5000 tokens/s a rank of four dies. KV: 94 layers, one KV
+# Fitted, see docs/rollout_rebalance.md. Prefill: 5000 tokens/s per rank of four dies. KV: 94 layers, one KV
 # head of 128 a die at TP4, bf16 (the published 1.47 GB of 32K tokens). Link: 20 GB/s.
 QWEN3_235B = Cost(65.6, 0.494, 0.0, 0.137, 0.0, 0.2, 48128, 20e6, 2.0)
 # The first three come from the published table of graph sizes, the padded attention from the gain by gears.
@@ -595,7 +595,7 @@ def lower_bound(batch: Batch, cluster: Cluster) -> float:
     """Seconds: the largest of three bounds, without any cost of prefill or moves.
 
     1. Work: all tokens at the best throughput of any gear. 2. The longest request alone in the smallest gear.
-    3. The gear floor, if all requests fit at once: every unfinished request takes part in every step, evenly
+    3. The gear floor, if all requests fit together: every unfinished request takes part in every step, evenly
     spread. The first two hold for every schedule; the third only where no request waits, be it for KV cache,
     for a place in the batch, or to fill a graph exactly.
     """

@@ -40,7 +40,7 @@ def test_the_environment_comes_first(monkeypatch):
     ("sam", "0", "size of 1 or more"), ("sam", "-3", "size of 1 or more"), ("sam", "many", "is 'many'"),
     ("suffix", "8", "use ngram or sam"), ("eagle", "8", "would miss the tokens"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused(method, value, message, monkeypatch):
+def test_incompatible_settings_are_refused(method, value, message, monkeypatch):
     monkeypatch.setenv(VARIABLE, value)
     with pytest.raises(ValueError, match=message):
         draft_gate(method, None)

@@ -92,7 +92,7 @@ def test_what_is_kept(tmp_path):
     assert (tmp_path / checkpoints.TRACKER).read_text() == "10"
 
 
-def test_a_run_that_goes_on_from_an_earlier_step_keeps_the_later_ones(tmp_path):
+def test_a_run_that_resumes_from_an_earlier_step_keeps_the_later_ones(tmp_path):
     for step in (2, 4, 6):
         save(tmp_path, step)
     save(tmp_path, 3, 1)
@@ -198,14 +198,14 @@ def test_a_start_clears_what_any_unfinished_save_left(tmp_path):
     assert [path.name for path in tmp_path.glob("*.partial")] == []
 
 
-def test_a_directory_for_checkpoints_that_is_none_is_refused_before_the_start(tmp_path):
+def test_a_checkpoint_directory_that_is_not_one_is_refused_before_the_start(tmp_path):
     from omegaconf import OmegaConf
 
     for name in ("link", "file"):
         root = tmp_path / name
         root.symlink_to("nowhere") if name == "link" else root.touch()
         config = OmegaConf.create({"trainer": {"default_local_dir": str(root)}})
-        with pytest.raises(CannotWork, match=f"trainer.default_local_dir={root} .*\n  it is no directory"):
+        with pytest.raises(CannotWork, match=f"trainer.default_local_dir={root} .*\n  it is not a directory"):
             checkpoints.passes(config, None)
 
 
@@ -213,7 +213,7 @@ def test_a_directory_for_checkpoints_that_is_none_is_refused_before_the_start(tm
     ("batches", "steps", "epochs", "last"),
     [((32, 64), 50, 1, 75), ((64, 32), 20, 1, 80), ((32, 64), 150, 3, 225), ((32, 33), 1, 1, 97)],
 )
-def test_steps_of_a_run_that_goes_on_with_another_batch_size(tmp_path, batches, steps, epochs, last):
+def test_steps_of_a_run_that_resumes_with_another_batch_size(tmp_path, batches, steps, epochs, last):
     """Of 3200 prompts; what a checkpoint says is what the next run begins with."""
     first = checkpoints.Passes(checkpoints.Position(), batches[0], 3200, epochs)
     partial = Path(checkpoints.begin(str(tmp_path), steps, first))

@@ -96,7 +96,7 @@ def test_otherwise_nothing_changes(monkeypatch):
     ("63", False, "VLLM_FUSED_MOE_CHUNK_SIZE=63"),
     ("64", True, "multistream_overlap_gate"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused(monkeypatch, given, gate, message):
+def test_incompatible_settings_are_refused(monkeypatch, given, gate, message):
     monkeypatch.setenv(SWITCH, given)
     with pytest.raises(ValueError, match=message):
         in_chunks(experts([]), context(65), gate)

@@ -79,7 +79,7 @@ def test_files_without_a_mark_are_nobodys(theirs):
 
 
 @pytest.mark.parametrize("how", ["link", "pipe", "directory", "words", "empty"])
-def test_what_is_no_mark_is_not_taken_for_one(tmp_path, how):
+def test_what_is_not_a_mark_is_not_taken_for_one(tmp_path, how):
     (directory := tmp_path / "out").mkdir()
     mark, aside = directory / MARK, tmp_path / "aside"
     aside.write_text("quickstart")
@@ -91,7 +91,9 @@ def test_what_is_no_mark_is_not_taken_for_one(tmp_path, how):
         "empty": mark.touch,
     }[how]()
     for kind in KINDS:
-        assert kind_of(directory) == "" and "is no mark of this repository" in refusal(directory, kind, True)
+        assert kind_of(directory) == "" and "is not a mark of this repository" in refusal(
+            directory, kind, True
+        )
 
 
 # Each way in.

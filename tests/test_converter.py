@@ -731,12 +731,12 @@ def _fifo(path: Path) -> str:
 
 def _partial_file(path: Path) -> str:
     path.with_name(f"{path.name}.partial").touch()
-    return "is no directory of a conversion"
+    return "is not a directory of a conversion"
 
 
 def _partial_link(path: Path) -> str:
     path.with_name(f"{path.name}.partial").symlink_to("nowhere")
-    return "is no directory of a conversion"
+    return "is not a directory of a conversion"
 
 
 def _journal_link(path: Path) -> str:

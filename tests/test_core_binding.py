@@ -287,7 +287,7 @@ def test_torch_npu_is_left_to_bind(cores):
         ({"CORE_BINDING_TOPOLOGY": "", "PATH": "/nowhere"}, "npu-smi is not on PATH"),
     ],
 )
-def test_it_goes_on_unbound_with_one_line(cores, variables, reason):
+def test_it_continues_unbound_with_one_line(cores, variables, reason):
     threads, _, _, line = process('core_binding.bind("worker", 1)', **variables)
     assert threads == [cores] * len(threads)
     assert line.startswith("core binding: worker of device 1 not bound: ") and line.count("\n") == 1
@@ -310,7 +310,7 @@ def test_ray_of_a_node_inherits_the_share_of_the_others(cores):
     assert run.stdout == "[1]\n"
 
 
-def test_a_value_that_is_no_switch_is_refused(monkeypatch):
+def test_a_value_that_is_not_a_switch_is_refused(monkeypatch):
     monkeypatch.setenv("CORE_BINDING", "2")
     for bind in (core_binding.bind_trainer, lambda: core_binding.bind("worker", 1)):
         with pytest.raises(CannotWork, match="CORE_BINDING=2: give 1 or 0"):

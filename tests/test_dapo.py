@@ -271,7 +271,7 @@ def configuration(**changes) -> OmegaConf:
     ({"data__gen_batch_size": 2}, "10 x 2 prompts cannot give the 32"),
     ({"data__gen_batch_size": 31}, "31 prompts do not make equal chunks .* multiple of 2"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused_before_the_start(changes, message):
+def test_incompatible_settings_are_refused_before_the_start(changes, message):
     dapo.check(configuration())
     with pytest.raises(CannotWork, match=message):
         dapo.check(configuration(**changes))

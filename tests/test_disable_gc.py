@@ -89,7 +89,7 @@ def test_switched_off_python_collects_in_the_step(collected, monkeypatch, counts
     assert within and counts() == {"gc_within": within}
 
 
-def test_a_value_that_is_no_switch_is_refused(monkeypatch):
+def test_a_value_that_is_not_a_switch_is_refused(monkeypatch):
     monkeypatch.setenv("ROLLOUT_DISABLE_GC", "often")
     with pytest.raises(CannotWork, match="ROLLOUT_DISABLE_GC=often"):
         Engine().step()

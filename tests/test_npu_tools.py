@@ -60,7 +60,7 @@ def test_the_chip_is_named_as_its_compiler_names_it(env, root):
         npu_tools.chip_name(env | {"NPU_SAMPLES": str(root / "tests/samples/no_driver")})
 
 
-def test_what_is_no_table_is_refused(sample):
+def test_what_is_not_a_table_is_refused(sample):
     with pytest.raises(ToolError, match="dcmi model initialized failed"):
         npu_tools.parse_npu_smi(sample("no_driver/npu_smi_info.txt"))
     table = sample("a3_healthy/npu_smi_info.txt").splitlines()

@@ -55,7 +55,7 @@ def test_settings_that_need_them_are_refused_by_name(key):
     assert recompute(config)  # with the pass, all of them work
 
 
-def test_all_reasons_are_given_at_once():
+def test_all_reasons_are_given_together():
     config = configuration(**{key: value for key, (value, _) in NEEDED.items()})
     with pytest.raises(CannotWork) as refused:
         recompute(config)

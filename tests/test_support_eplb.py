@@ -133,6 +133,6 @@ def test_the_names_of_eplb_config():
         ({"extra": {"eplb_config": {}, "dynamic_eplb": True}}, "vllm-ascend ignores it when eplb_config"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_ends_the_start(change, message):
+def test_incompatible_settings_end_the_start(change, message):
     with pytest.raises(ValueError, match=f"VLLM_ENABLE_EPLB=1 is incompatible(.|\n)*{message}"):
         resolved(**change)

@@ -22,7 +22,7 @@ def test_any_other_value_is_refused_by_name(text):
         switched_on("SOME_SWITCH", {"SOME_SWITCH": text})
 
 
-def test_all_reasons_are_given_at_once():
+def test_all_reasons_are_given_together():
     refuse("X=1", iter(()))
     with pytest.raises(CannotWork) as raised:
         refuse("X=1", (f"reason {number}" for number in (1, 2)))

@@ -1,8 +1,8 @@
 """MoE layers of vllm-ascend in chunks of tokens, so that a prefill leaves more memory for the KV cache.
 
 Problem: in a prefill an MoE layer copies each token for each of its experts (8 in Qwen3), sends the copies,
-and computes on all of them at once; without balance, most of them end up on one rank. vLLM measures this peak
-before it allocates the KV cache, which gets the rest.
+and computes on all of them together; without balance, most of them end up on one rank. vLLM measures this
+peak before it allocates the KV cache, which gets the rest.
 Idea: tokens do not depend on each other in an MoE layer. Routing, dispatch, experts and combination run chunk
 by chunk, so only one chunk's copies exist.
 Invariants (tests/test_chunked_moe.py, tests/patched/test_npu_chunked_moe.py): the result of a token does not

@@ -3,10 +3,10 @@
 Idea, for each layer, until it reaches a lower bound: (1) count copies by the min-max greedy and place them by
 longest processing time first; (2) take load off the fullest rank by the best swap, copy or removal; (3) if
 that does not reach the bound, search over the counts, then place as in (1) and do (2) again. A search moves
-copies from one expert to another and keeps what is no worse: dealt in rounds (the largest to the least loaded
-rank), by the excess over a goal; with two slots on many ranks, where the best places follow from the counts,
-by the copies that lack a partner small enough. In the incremental mode (2) starts from the current placement
-and takes the moves with the highest gain per expert copied.
+copies from one expert to another and keeps any result that is not worse: dealt in rounds (the largest to the
+least loaded rank), by the excess over a goal; with two slots on many ranks, where the best places follow
+from the counts, by the copies that lack a partner small enough. In the incremental mode (2) starts from the
+current placement and takes the moves with the highest gain per expert copied.
 
 Arrays: w[experts] is the load of a layer, counts[experts] the copies of each expert, place[ranks, slots] the
 expert in each slot. Cost for P = R S slots: O(P S) per step of (2), O(P) to O(P R) per step of (3), O(BINS)
@@ -22,7 +22,7 @@ from numba import njit
 
 TOLERANCE = 1e-4  # of the lower bound: getting nearer is not worth a step
 SEARCH_STEPS = 125
-PAIR_SEARCHES = 3  # with two slots a rank: so many searches by pairs come before those by rounds
+PAIR_SEARCHES = 3  # with two slots per rank: so many searches by pairs come before those by rounds
 PAIR_RANKS = 32  # with fewer ranks moves of one copy get stuck: only searches by rounds
 PAIR_STEPS = 3000
 GOAL_STEP = 0.03  # by how much of its distance to the target a goal reached is lowered
@@ -444,7 +444,7 @@ def _search_counts(w, counts, ranks, slots, target, peak, seed):
 
 @njit(cache=True)
 def _search_pairs(w, counts, ranks, target, peak, seed):
-    """Find counts for two slots a rank with a lower peak than ``peak``, by moving single copies at random.
+    """Find counts for two slots per rank with a lower peak than ``peak``, by moving single copies at random.
 
     No pairs have a lower peak than the largest copy with the smallest, the next with the next. So counts can
     reach a peak T if for each d > 0 there are no fewer copies of at most T/2 - d than of T/2 + d or more,

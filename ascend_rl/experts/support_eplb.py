@@ -48,7 +48,7 @@ def engine_args(
             for the engine.
 
     Raises:
-        CannotWork: EPLB cannot work with these arguments.
+        CannotWork: EPLB is incompatible with these arguments.
     """
     environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
     if not switched_on(SWITCH, environ):
@@ -68,7 +68,7 @@ def engine_args(
 def conflicts(
     args: Mapping[str, Any], model: Any, device: str, environ: Mapping[str, str]
 ) -> Iterator[Conflict]:
-    """Why EPLB cannot work with these arguments; see `engine_args`."""
+    """Why EPLB is incompatible with these arguments; see `engine_args`."""
     rollout = "actor_rollout_ref.rollout"
     below = f"{rollout}.engine_kwargs.vllm"
     if device != "npu":

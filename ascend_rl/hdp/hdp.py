@@ -369,7 +369,7 @@ def _occupy(draft: _Draft, count: int, lengths, cp, cap, model) -> None:
     """Make ``count`` columns without idle ranks: fill columns that have some, split slow ones."""
     there = len(draft.free)
     missing = count - there
-    single = np.bincount(draft.column) == 1  # the common case if most sequences are long: widen all at once
+    single = np.bincount(draft.column) == 1  # the common case if most sequences are long: widen all together
     chosen = np.flatnonzero(single[draft.column])
     own = lengths[chosen].astype(float)
     draft.first[chosen], draft.size[chosen] = 0, cp

@@ -13,7 +13,7 @@ a step is the calls execute_model and sample_tokens; collection is off but for a
 has been answered, and after other calls. The heap is frozen after the start, as vLLM does in the engine's.
 Invariants: no collection during a step; the collector is restored however a step ends, exceptions and
 SystemExit included; if it was off already, nothing is done; full collections that are not overdue take at
-most ``SHARE`` of the time of steps, plus one. Cost: two calls a step, and the collections.
+most ``SHARE`` of the time of steps, plus one. Cost: two calls per step, and the collections.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class CallCollector:
         gc.freeze()
 
     def after(self, method: str | bytes, output: Any) -> None:
-        """Collect, unless the step goes on: ``method`` returned ``output``, which has been handed on."""
+        """Collect, unless the step continues: ``method`` returned ``output``, which has been handed on."""
         if method == "execute_model" and output is None:  # sample_tokens follows
             return
         if method in STEP:

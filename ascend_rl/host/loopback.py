@@ -6,7 +6,7 @@ tell each other, without a password. A run on one node announces 127.0.0.1, so n
 
 The stores of torch.distributed.init_process_group, by env:// or tcp://, get a socket that is bound to the
 loopback address they are announced at. Another host name changes nothing: others may reach this machine by a
-name that is none of its own addresses. Cost: none.
+name that is not one of its own addresses. Cost: none.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ out and draws further prompts until the batch is full again:
 1. generate a batch of prompts, n responses each;
 2. keep the groups whose metric is not the same for all n, and leave out those with a metric or reward that is
    not a finite number: a scorer failed, and one such response makes the advantages of its whole group NaN;
-3. with fewer kept groups than the training batch has prompts, draw again and go on at 1: as many prompts as
-   the missing groups take if the share that varies stays as it was in this step, and one standard deviation
-   of that number more, since a further batch has a further long tail; at most a whole batch;
+3. with fewer kept groups than the training batch has prompts, draw again and continue at 1: as many prompts
+   as the missing groups take if the share that varies stays as it was in this step, and one standard
+   deviation of that number more, since a further batch has a further long tail; at most a whole batch;
 4. train on the first kept groups, exactly as many as configured, in the order they were drawn.
 
 Invariants (tests/test_dapo.py, against brute force): the trained groups are the first of all varying groups
@@ -50,7 +50,7 @@ def unit_of(config: Any) -> int:
 
 
 def problems(config: Any) -> list[tuple[str, str]]:
-    """Settings that cannot work with filter_groups: (key, what is wrong and what to set instead).
+    """Settings that are incompatible with filter_groups: (key, what is wrong and what to set instead).
 
     Args:
         config: verl's whole configuration, an OmegaConf node.
@@ -82,7 +82,7 @@ def problems(config: Any) -> list[tuple[str, str]]:
 
 
 def check(config: Any) -> None:
-    """Refuse what cannot work, before models are loaded.
+    """Refuse incompatible settings before models are loaded.
 
     Raises:
         CannotWork: naming the settings and what to set instead.

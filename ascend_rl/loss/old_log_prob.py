@@ -54,7 +54,8 @@ def problems(config: Any) -> list[tuple[str, str]]:
 
 
 def recompute(config: Any) -> bool:
-    """Whether the trainer is to compute old log-probs; refuses what cannot work, before models are loaded.
+    """Whether the trainer is to compute old log-probs; refuses incompatible settings before models are
+    loaded.
 
     Raises:
         CannotWork: naming the settings and what to set instead.

@@ -1,1 +1,1 @@
-"""What a run was told: switches, the shapes of models, and how settings that cannot work are refused."""
+"""What a run was told: switches, the shapes of models, and how incompatible settings are refused."""

@@ -54,7 +54,7 @@ def refusal(directory: Path, kind: str, adopt: bool = False) -> str:
     except OSError as error:
         return f"{directory} cannot be read: {error.strerror}"
     if MARK in found:
-        return f"{directory / MARK} is no mark of this repository"
+        return f"{directory / MARK} is not a mark of this repository"
     if not found or adopt or kind in ADOPTS:
         return ""
     more = f" and {len(found) - 3} more" * (len(found) > 3)

@@ -2,10 +2,10 @@
 
 - `set_aside` makes room for a new start's train.log: the old one becomes train.1.log, that of the next start
   train.2.log. Files of one start get one number. No file is ever removed, overwritten or renamed twice.
-- `survive` calls a writer of metrics, and goes on without it where it fails.
-- `LogFile` writes what it can. A full disk or a lost NFS server (ENOSPC, EIO, ESTALE) is said once on stderr;
-  after it the file is reopened every few seconds, and gets a line that says how much is missing. A write
-  that blocks for ever (a hard NFS mount) blocks here too.
+- `survive` calls a writer of metrics, and continues without it where it fails.
+- `LogFile` writes what it can. A full disk or a lost NFS server (ENOSPC, EIO, ESTALE) is reported once on
+  stderr; after it the file is reopened every few seconds, and gets a line that says how much is missing. A
+  write that blocks for ever (a hard NFS mount) blocks here too.
 """
 
 from __future__ import annotations
@@ -71,11 +71,9 @@ class LogFile:
             self.lost, self.why = 0, ""
         except OSError as error:
             if not self.why:
+                what = f"{self.path} cannot be written ({error.strerror})"
                 with contextlib.suppress(OSError):
-                    print(
-                        f"WARNING: {self.path} cannot be written ({error.strerror}); the run goes on without",
-                        file=sys.stderr,
-                    )
+                    print(f"WARNING: {what}; the run continues without it", file=sys.stderr)
             self.lost, self.why = self.lost + 1, error.strerror or str(error)
             self.again = time.monotonic() + self.retry_s
 
@@ -104,8 +102,8 @@ _failing: set[str] = set()
 def survive(name: str, writer: object, data: dict, step: int) -> None:
     """Let a writer of metrics (``writer.log(data=..., step=...)``) write; whatever it raises ends no run.
 
-    The first error is said, and again when it has worked meanwhile. TensorBoard's writer never writes again
-    after one: it gets a new file.
+    The first error is reported, and again when it has worked meanwhile. TensorBoard's writer never writes
+    again after one: it gets a new file.
 
     Args:
         name: of the writer, for the message.
@@ -117,9 +115,7 @@ def survive(name: str, writer: object, data: dict, step: int) -> None:
         if name not in _failing:
             _failing.add(name)
             with contextlib.suppress(OSError):
-                why = f"{type(error).__name__}: {error}"
-                print(
-                    f"WARNING: step {step} is not in {name} ({why}); the run goes on without", file=sys.stderr
-                )
+                what = f"step {step} is not in {name} ({type(error).__name__}: {error})"
+                print(f"WARNING: {what}; the run continues without it", file=sys.stderr)
         if hasattr(getattr(writer, "writer", None), "all_writers"):
             writer.writer.file_writer = writer.writer.all_writers = None

@@ -123,7 +123,9 @@ class Model:
         36
         """
         if name.lower() not in PUBLISHED:
-            raise CannotWork(f"no published model is called '{name}'; known are {', '.join(PUBLISHED)}")
+            raise CannotWork(
+                f"no published model is called '{name}'; the published models are {', '.join(PUBLISHED)}"
+            )
         return cls.from_config(PUBLISHED[name.lower()], name.lower())
 
     @classmethod

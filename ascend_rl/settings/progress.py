@@ -18,7 +18,7 @@ VLLM = "vllm"
 
 
 def sign() -> None:
-    """Say that work goes on; never raises."""
+    """Report that work continues; never raises."""
     if path := os.environ.get(FILE):
         with contextlib.suppress(OSError):
             os.utime(path)  # a full disk takes no byte

@@ -1,7 +1,7 @@
-"""One way to read a switch from the environment, and one way to refuse settings that cannot work.
+"""One way to read a switch from the environment, and one way to refuse incompatible settings.
 
 Invariants: a switch is on for 1 and true, off for 0, false, nothing and absence, and an error for anything
-else; a refusal names every reason at once, each with what to change.
+else; a refusal names all reasons together, each with what to change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ON, OFF = ("1", "true"), ("", "0", "false")
 
 
 class CannotWork(ValueError):
-    """Settings or input that cannot work; says every reason and what to change."""
+    """Settings or input that are incompatible; says every reason and what to change."""
 
 
 def switched_on(name: str, environ: Mapping[str, str] | None = None) -> bool:
@@ -26,7 +26,7 @@ def switched_on(name: str, environ: Mapping[str, str] | None = None) -> bool:
         environ: in place of os.environ, which is looked up at each call (datasets.map replaces it).
 
     Raises:
-        CannotWork: the value is none of 1, true, 0, false.
+        CannotWork: the value is not one of 1, true, 0, false.
 
     >>> switched_on("USE_HDP", {"USE_HDP": "1"}), switched_on("USE_HDP", {})
     (True, False)
@@ -41,11 +41,11 @@ def refuse(what: str, reasons: Iterable[str]) -> None:
     """Raise if there is a reason.
 
     Args:
-        what: the switch or setting that cannot work, as the user gave it, such as ``USE_HDP=1``.
+        what: the switch or setting that is refused, as the user gave it, such as ``USE_HDP=1``.
         reasons: what stands against it, each with what to change.
 
     Raises:
-        CannotWork: with all reasons, one a line.
+        CannotWork: with all reasons, one per line.
 
     >>> refuse("USE_HDP=1", [])
     >>> refuse("USE_HDP=1", ["CP is 1: set it to 2 or more"])
@@ -60,7 +60,8 @@ def refuse(what: str, reasons: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def ending() -> Iterator[SimpleNamespace]:
-    """The end of a command that can go on where it was stopped; yields what has its exit status as ``code``.
+    """The end of a command that can continue where it was stopped; yields what has its exit status as
+    ``code``.
 
     >>> with ending() as status:
     ...     raise KeyboardInterrupt
@@ -74,5 +75,5 @@ def ending() -> Iterator[SimpleNamespace]:
         print(f"ERROR: {error}", file=sys.stderr)
         status.code = 1
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on", file=sys.stderr)
+        print("interrupted; run the same command again to continue", file=sys.stderr)
         status.code = 130

@@ -1,7 +1,7 @@
 """Expert weights in the layout of MindSpeed's alltoall overlap: loaded from a checkpoint, exported to vLLM.
 
 Grouped matmul wants the experts of a rank in one tensor, [in, out] each, so megatron-core's GroupedMLP, which
-the overlap extends, has two parameters a layer instead of an [out, in] pair for each expert (H hidden
+the overlap extends, has two parameters per layer instead of an [out, in] pair for each expert (H hidden
 channels, I channels of an expert on this rank, E experts on this rank):
 
     weight1: [H, E * 2 * I]     in memory [E, H, 2 * I], the columns of an expert are gate, then up

@@ -7,7 +7,7 @@ and says so in one line); after a restart nothing older is deleted, and the disk
 
     begin    global_step_N.partial, in which workers and trainer write
     commit   sync -> rename to global_step_N -> the tracker, by rename -> delete all but the last KEEP
-    latest   the checkpoint to go on from: the tracker's, else the newest complete one (`newest`)
+    latest   the checkpoint to resume from: the tracker's, else the newest complete one (`newest`)
     check_engine refuses the checkpoint of another engine, or of another number of FSDP's ranks
     passes   the steps that the data has left, whatever the batch size: a checkpoint says how many prompts of
              which pass are consumed
@@ -75,7 +75,7 @@ def make_way(path: Path) -> None:
         names = (path.with_name(f"{path.name}.aside{number}") for number in itertools.count(1))
         aside = next(name for name in names if not os.path.lexists(name))
         path.rename(aside)
-        print(f"{path} is no checkpoint of a run but in its way: it is {aside.name} now", flush=True)
+        print(f"{path} is not a checkpoint of a run but is in its way: it is {aside.name} now", flush=True)
 
 
 def begin(directory: str, step: int, passes: Passes | None = None) -> str:
@@ -177,7 +177,8 @@ def left_undone(directory: Path, suffix: str) -> list[Path]:
 
 
 def latest(directory: str) -> str | None:
-    """The checkpoint to go on from, or None; for the trainer alone, since it ends what a kill left undone."""
+    """The checkpoint to resume from, or None; for the trainer alone, since it ends what a kill left
+    undone."""
     root = Path(directory).absolute()
     for path in left_undone(root, REPLACED):
         if not path.with_suffix("").exists():  # killed between the two renames
@@ -248,7 +249,7 @@ class Passes:
         prompts: those of a pass; a rest that fills no batch is left out.
         epochs: passes of the whole run.
 
-    3200 prompts, 32 a step; after step 50 the run goes on with 64 a step:
+    3200 prompts, 32 per step; after step 50 the run continues with 64 per step:
 
     >>> passes = Passes(Passes(Position(), 32, 3200, 1).after(50), 64, 3200, 1)
     >>> passes.start, passes.steps
@@ -287,14 +288,14 @@ class Passes:
         return Position(step, self.start.epoch + 1 + further, (nth + 1) * self.batch)
 
     def first_pass(self, step: int, steps: int) -> int:
-        """The pass that `fit` goes on with after ``step`` of ``steps``; after the last one, none is left."""
+        """The pass in which `fit` continues after ``step`` of ``steps``; none is left after the last."""
         if step >= steps:
             return sys.maxsize
         return 0 if self.endless else self.start.epoch
 
 
 def passes(config: Any, loader: Any) -> Passes:
-    """Of the run that goes on from the checkpoint that ``config`` names, or begins.
+    """Of the run that resumes from the checkpoint that ``config`` names, or begins.
 
     Args:
         config: verl's whole configuration.
@@ -305,7 +306,7 @@ def passes(config: Any, loader: Any) -> Passes:
     """
     trainer, root = config.trainer, Path(config.trainer.default_local_dir)
     broken = os.path.lexists(root) and not root.is_dir()
-    refuse(f"trainer.default_local_dir={root}", ["it is no directory"] if broken else [])
+    refuse(f"trainer.default_local_dir={root}", ["it is not a directory"] if broken else [])
     found = latest(str(root))
     if trainer.resume_mode != "auto":
         found = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
@@ -367,7 +368,7 @@ def has_rng_states(directory: str, mpu: Any) -> bool:
     if saved and here not in saved and torch.distributed.get_rank() == 0:
         print(
             f"the checkpoint is of PP{saved[0][0]} TP{saved[0][1]}, this run of PP{here[0]} TP{here[1]}: "
-            "weights and optimizer go on, the trainer's random numbers start over",
+            "weights and optimizer continue, the trainer's random numbers start over",
             flush=True,
         )
     return here in saved

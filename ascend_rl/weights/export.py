@@ -40,7 +40,7 @@ def find(directory: Path, step: int | None = None) -> Path:
         step: which one; None: the one that verl's tracker names, else the newest complete one.
 
     Raises:
-        CannotWork: there is none, or not that one.
+        CannotWork: there is no checkpoint, or not that one.
     """
     directory = directory.absolute()
     if directory.name == "actor" or (directory / "huggingface").is_dir():
@@ -122,8 +122,8 @@ def main() -> int:
   python -m ascend_rl.export outputs/gspo_qwen3_32b --out Qwen3-32B-gspo
   python -m ascend_rl.export outputs/gspo_qwen3_32b --step 40 --out Qwen3-32B-gspo-40 --dtype float32
 
-Writes --out with safetensors, config.json and the tokenizer; killed, the same command goes on. Beside it,
-until it is complete: OUT.partial and OUT.partial.journal.""",
+Writes --out with safetensors, config.json and the tokenizer; if it is killed, the same command continues.
+Beside it, until it is complete: OUT.partial and OUT.partial.journal.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

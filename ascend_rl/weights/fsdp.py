@@ -97,7 +97,7 @@ def _shape_and_local(tensor: object) -> tuple[tuple[int, ...], _Local]:
     """The whole shape of a saved parameter, and the rows of this rank.
 
     Raises:
-        ValueError: it is no tensor, or cut in another way than FSDP cuts.
+        ValueError: it is not a tensor, or cut in another way than FSDP cuts.
     """
     if isinstance(tensor, _Local):
         return tensor.shape, tensor
@@ -173,7 +173,7 @@ class FsdpShards:
                 for name, tensor in content.items():
                     self._note(rank, name, tensor, archive, names)
         except (*BAD_ARCHIVE, AttributeError, IndexError, TypeError) as error:
-            raise CannotWork(f"{path} is no shard of a model, or damaged: {error}") from error
+            raise CannotWork(f"{path} is not a shard of a model, or damaged: {error}") from error
         return True
 
     def _note(self, rank: int, name: str, tensor: object, archive: zipfile.ZipFile, names: dict) -> None:

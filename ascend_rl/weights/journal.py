@@ -71,7 +71,7 @@ class Output:
 
     def __enter__(self) -> Output:
         if os.path.lexists(self.partial) and (self.partial.is_symlink() or not self.partial.is_dir()):
-            raise CannotWork(f"{self.partial} is no directory of a conversion; remove it")
+            raise CannotWork(f"{self.partial} is not a directory of a conversion; remove it")
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,8 @@ its place, or silently drops it if it belongs to another rank; an expert that do
 its old weights. So the receiving end counts.
 
 Invariants (tests/patched/test_moe_alltoallv.py): the other weights are those of verl's own export, by mbridge
-or by its converter; a worker accepts exactly the experts it holds, and raises otherwise; what cannot work is
-refused before the model is built. Off unless ALL_TO_ALL_RESHARD=1.
+or by its converter; a worker accepts exactly the experts it holds, and raises otherwise; what is unsupported
+is refused before the model is built. Off unless ALL_TO_ALL_RESHARD=1.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ verl 0.7.1 does, moves experts / local experts times more than needed: 128 times
 
 Idea: an expert that a rank needs but does not own comes from one owner. The unit is one Hugging Face tensor
 (``gate_proj``, ``up_proj``, ``down_proj``: equal sizes; inference calls the first two w13, the last w2).
-Step j moves the j-th MoE layer of all stages at once, so that every stage sends all the time. The transfers
+Step j moves the j-th MoE layer of all stages together, so that every stage sends all the time. The transfers
 of a step are the edges of a bipartite graph, senders against receivers; coloured with as many colours as the
 busiest rank has edges (Konig 1916), they split into matchings, in which a rank sends at most one expert and
 receives at most one. A round is ``round_slices`` matchings of slices, which bounds its buffers.

@@ -380,7 +380,7 @@ def metadata_of(directory: Path) -> dict:
     """The fields of the ``Metadata`` in a checkpoint's ``.metadata``.
 
     Raises:
-        CannotWork: there is none, or it is damaged.
+        CannotWork: there is no checkpoint, or it is damaged.
     """
     try:
         with (directory / ".metadata").open("rb") as file:

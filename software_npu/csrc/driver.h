@@ -26,12 +26,12 @@ int snpu_die(int device);  // -1: there is no such device
 // Ranges that got memory again after they had lost it.
 int64_t snpu_woken();
 
-// Takes memory of a device; false if it has not that much. What was taken is given back with the same size.
+// Takes memory of a device; false if it lacks that much. What was taken is given back with the same size.
 bool snpu_take(int device, int64_t bytes);
 void snpu_give(int device, int64_t bytes);
 
 // A range of addresses, its length rounded up to the granularity. It has no memory before snpu_map, which
-// returns false if the device has not that much, and none after snpu_unmap: what was there is lost.
+// returns false if the device lacks that much, and none after snpu_unmap: what was there is lost.
 size_t snpu_granularity();
 void* snpu_reserve(size_t bytes, int device);
 bool snpu_map(void* address);

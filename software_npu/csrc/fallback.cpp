@@ -22,7 +22,7 @@ bool may_mix(const std::string& name) {
   return those.count(name) || name.rfind("atb::", 0) == 0;
 }
 
-// Operators whose result the host must see before it can go on.
+// Operators whose result the host must see before it can continue.
 bool waits_for_device(const std::string& name) {
   static const std::unordered_set<std::string> those = {
       "aten::_local_scalar_dense", "aten::nonzero", "aten::equal",         "aten::masked_select",

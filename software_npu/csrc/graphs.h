@@ -1,6 +1,6 @@
 // Graphs: the calls of a capture, with their arguments, done again by every replay.
 //
-// A captured operator also runs at once, so that its result has a shape; a device does not run it. Results keep
+// A captured operator also runs immediately, so that its result has a shape; a device does not run it. Results keep
 // their memory as long as the graph lives. Numbers among the arguments stay what they were, unless the calls
 // belong to a task group that is updated.
 #pragma once

@@ -57,7 +57,7 @@ struct Done final : c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future;
 };
 
-// Several at once.
+// Several together.
 struct All final : c10d::Work {
   explicit All(std::vector<software_npu::Work> parts) : works(std::move(parts)) {}
   bool isCompleted() override {

@@ -1,4 +1,4 @@
-// The process group "hccl": gloo over the same memory, with what HCCL has and gloo has not.
+// The process group "hccl": gloo over the same memory, with what HCCL has and gloo lacks.
 //
 // Refused, as HCCL refuses it: tensors of the host, tensors that are not contiguous, an all-to-all that neither
 // sends nor receives on a rank. Collectives may be captured; their replay waits for all ranks.

@@ -1,9 +1,9 @@
-// Races between streams, if SOFTWARE_NPU_RACES=1. Calls run at once here, so a race changes no result: it is
+// Races between streams, if SOFTWARE_NPU_RACES=1. Calls run immediately here, so a race changes no result: it is
 // refused where a device might show it. Each stream has a clock of its calls; an event carries the clock of its
 // stream to whoever waits for it, and a call comes after all that its thread has waited for. Memory remembers the stream
 // it was made on and what last used it (vector clocks, as in race detectors). Refused are a call that reads what a
 // stream has written, or writes what a stream uses, without waiting for that stream; and an allocation on a stream
-// where memory of this stream was freed while another may still use it: the allocator gives it out at once, unless
+// where memory of this stream was freed while another may still use it: the allocator gives it out immediately, unless
 // record_stream() told of the other. Pinned memory must hold what a copy shall read until the thread that asked for
 // the copy has waited for it; that is looked at when it waits.
 #pragma once

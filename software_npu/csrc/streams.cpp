@@ -91,7 +91,7 @@ Graph* capture_of(int device) {
   if (!state) return nullptr;
   TORCH_CHECK(!state->waits_for, "stream ", current_stream(device).id(), " of npu:", device,
               " waits for an ExternalEvent that nobody has recorded yet. A device would put this call off until "
-              "then; this one runs calls at once, so record the event first");
+              "then; this one runs calls immediately, so record the event first");
   return state->capture;
 }
 

@@ -19,7 +19,7 @@ struct StreamState {
   Graph* capture = nullptr;          // the graph that records what is called on this stream
   ExternalEvent* waits_for = nullptr;
   Graph* replays = nullptr;          // the graph that waits
-  std::function<void()> rest;        // what goes on when that event is recorded
+  std::function<void()> rest;        // what continues when that event is recorded
 };
 
 c10::Stream current_stream(int device);

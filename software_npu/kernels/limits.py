@@ -78,7 +78,7 @@ def fusion_attention(
     softmax_layout="",
 ):  # fmt: skip
     """Rules of npu_fusion_attention and of its gradient."""
-    check(operator, layout in LAYOUTS, f"input_layout {layout} is none of {', '.join(LAYOUTS)}")
+    check(operator, layout in LAYOUTS, f"input_layout {layout} is not one of {', '.join(LAYOUTS)}")
     check(operator, 0 < keep_prob <= 1, f"keep_prob {keep_prob} is not in (0, 1]")
     check(operator, padding_mask is None, "padding_mask is not supported")
     check_inputs(operator, query, key, value)
@@ -91,10 +91,10 @@ def fusion_attention(
     q, k = (dict(zip(layout, x.shape, strict=True)) for x in (query, key))
     if "H" in layout:
         right = 1 <= heads and q["H"] % heads == 0
-        check(operator, right, f"H {q['H']} of query is no multiple of head_num {heads}")
+        check(operator, right, f"H {q['H']} of query is not a multiple of head_num {heads}")
         size = q["H"] // heads
         right = size > 0 and k["H"] % size == 0
-        check(operator, right, f"H {k['H']} of key is no multiple of the head size {size} of query")
+        check(operator, right, f"H {k['H']} of key is not a multiple of the head size {size} of query")
         groups = k["H"] // size
     else:
         check(operator, q["N"] == heads, f"head_num {heads}, but query has {q['N']} heads")
@@ -141,7 +141,7 @@ def fused_infer_attention(
     check(
         operator,
         layout in INFERENCE_LAYOUTS,
-        f"input_layout {layout} is none of {', '.join(INFERENCE_LAYOUTS)}",
+        f"input_layout {layout} is not one of {', '.join(INFERENCE_LAYOUTS)}",
     )
     here(operator, layout == "TND", f"input_layout {layout}")
     check_inputs(operator, query, key, value)
@@ -150,7 +150,9 @@ def fused_infer_attention(
     groups, size = groups or heads, query.shape[2]
     check_heads(operator, heads, groups)
     check(operator, heads // groups <= 64, f"{heads} heads to {groups} of key and value: more than 64")
-    check(operator, size % 16 == 0 and 0 < size <= 256, f"head size {size} is no multiple of 16 in [16, 256]")
+    check(
+        operator, size % 16 == 0 and 0 < size <= 256, f"head size {size} is not a multiple of 16 in [16, 256]"
+    )
     check(
         operator,
         key.shape == value.shape,
@@ -160,7 +162,7 @@ def fused_infer_attention(
     check_ends(operator, "actual_seq_lengths", ends, len(query), 4096)
     said = f"{len(ends)} actual_seq_lengths, {len(kv_lengths)} actual_seq_lengths_kv"
     check(operator, len(ends) == len(kv_lengths), said)
-    check(operator, mode in (0, 3, 4), f"sparse_mode {mode} with layout TND is none of 0, 3, 4")
+    check(operator, mode in (0, 3, 4), f"sparse_mode {mode} with layout TND is not one of 0, 3, 4")
     if mode == 0:
         check(operator, mask is None, "sparse_mode 0 takes no atten_mask with layout TND")
     else:
@@ -182,7 +184,7 @@ def fused_infer_attention(
             f"{said}, of {block_size}",
         )
         right = block_size % 16 == 0 and 0 < block_size <= 128
-        check(operator, right, f"block_size {block_size} is no multiple of 16 in [16, 128]")
+        check(operator, right, f"block_size {block_size} is not a multiple of 16 in [16, 128]")
         check(
             operator,
             width <= 65535,
@@ -211,7 +213,7 @@ def paged_attention(operator, query, key_cache, value_cache, groups, heads, tabl
     check(operator, held == groups, f"num_kv_heads {groups}, but key_cache has {held} heads")
     said = f"query {list(query.shape)} is not [tokens, {heads}, {size}]"
     check(operator, tuple(query.shape[1:]) == (heads, size), said)
-    check(operator, block_size % 16 == 0, f"block_size {block_size} is no multiple of 16")
+    check(operator, block_size % 16 == 0, f"block_size {block_size} is not a multiple of 16")
     check(operator, 0 < size <= 576, f"head size {size} is not in [1, 576]")
     check(
         operator,

@@ -89,7 +89,7 @@ def test_an_empty_tracker(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stop", [8, 6, 12])
-def test_a_run_of_several_passes_goes_on_wherever_it_was_cut(tmp_path, monkeypatch, stop):
+def test_a_run_of_several_passes_resumes_wherever_it_was_cut(tmp_path, monkeypatch, stop):
     """A pass has six batches: in the second one, and exactly between two."""
     options = ["trainer.total_epochs=3", "trainer.test_freq=-1", "trainer.total_training_steps=null"]
     assert run(tmp_path / "whole", monkeypatch, *options) == 0
@@ -125,7 +125,7 @@ OTHER_BATCH = {
         ("smaller", "data.dataloader_num_workers=2"),
     ],
 )
-def test_a_run_goes_on_with_another_batch_size(tmp_path, monkeypatch, case, option):
+def test_a_run_resumes_with_another_batch_size(tmp_path, monkeypatch, case, option):
     """Each prompt of a pass that is left is trained on, once, and the last step is saved."""
     options = ["trainer.test_freq=-1", "trainer.total_training_steps=null", "trainer.save_freq=1", option]
     (batch, epochs, steps), (other, all_epochs, more) = OTHER_BATCH[case]
@@ -147,7 +147,7 @@ def test_a_run_goes_on_with_another_batch_size(tmp_path, monkeypatch, case, opti
         assert run(cut, monkeypatch, *then) == 0 and trained(cut) == []
 
 
-def test_a_run_goes_on_with_one_batch_size_after_another(tmp_path, monkeypatch):
+def test_a_run_resumes_with_one_batch_size_after_another(tmp_path, monkeypatch):
     """Which one saved a step does not matter: 8 + 4 + 4 + 8 prompts."""
     options = ["trainer.test_freq=-1", "trainer.total_training_steps=null", "trainer.save_freq=1"]
     options += ["trainer.total_epochs=1"]
@@ -169,7 +169,7 @@ def test_a_run_ends_with_its_data_and_saves(tmp_path, monkeypatch):
     assert len(trained(tmp_path)) == 4 and (tmp_path / "checkpoints/global_step_5").is_dir()
 
 
-def test_dapo_goes_on_with_another_batch_size(tmp_path, monkeypatch):
+def test_dapo_resumes_with_another_batch_size(tmp_path, monkeypatch):
     """Its steps draw as many prompts as they need; what counts are those that a step trains on."""
     options = [*FILTER, "trainer.test_freq=-1", "trainer.total_training_steps=null", "trainer.save_freq=1"]
     options += ["trainer.total_epochs=2"]

@@ -205,7 +205,7 @@ def test_a_damaged_shard_is_named(saved, tmp_path):
     shard.write_bytes(shard.read_bytes()[:-3000])
     result = export(tmp_path / "run", "--out", tmp_path / "out")
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "rank_2.pt is no shard of a model, or damaged" in result.stderr
+    assert "rank_2.pt is not a shard of a model, or damaged" in result.stderr
 
 
 def test_a_pickle_that_would_run_something_is_refused(saved, tmp_path):
@@ -248,7 +248,7 @@ def test_the_latest_complete_step_is_taken(saved, tmp_path):
     assert again.returncode == 1 and "exists and is not overwritten" in again.stderr
 
 
-def test_killed_it_goes_on(saved, tmp_path):
+def test_after_a_kill_it_continues(saved, tmp_path):
     """Whenever the kill comes, nothing looks complete that is not, and the next run ends with all of it."""
     paths, places = saved
     out = tmp_path / "out"

@@ -160,7 +160,7 @@ def path(tmp_path_factory):
     return make_checkpoint("moe", tmp_path_factory.mktemp("moe") / "model", LAYERS, EXPERT_SIZE)
 
 
-def test_what_cannot_work_is_refused():
+def test_incompatible_settings_are_refused():
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 

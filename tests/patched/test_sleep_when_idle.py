@@ -59,7 +59,7 @@ def test_a_reader_sleeps_after_its_loop(waiting, switch, spin, sleeps):
 
 
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf"])
-def test_what_is_no_time_is_refused(monkeypatch, given):
+def test_what_is_not_a_time_is_refused(monkeypatch, given):
     monkeypatch.setenv(idle.VARIABLE, given)
     with pytest.raises(CannotWork, match=f"{idle.VARIABLE}={given}: give seconds > 0"):
         idle.spin_and_sleep()

@@ -64,6 +64,8 @@ def test_a_full_disk_ends_no_run(tmp_path):
     ]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "TRAINED" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stderr.count("the run goes on without") == 2, done.stderr  # one warning each, not one a step
+    assert done.stderr.count("the run continues without") == 2, (
+        done.stderr
+    )  # one warning each, not one per step
     steps = [row["step"] for row in read_part(tmp_path / "metrics.jsonl")]  # which refuses a damaged line
     assert steps[:3] == [1, 2, 3] and steps[-3:] == [200, 201, 202] and len(steps) < 202, steps

@@ -52,7 +52,7 @@ def test_training_takes_documented_dtypes_and_layouts_only():
         ("aclnnFlashAttentionVarLenScore.*Tensor query not implemented for DT_DOUBLE",
          tensors(6, 4, 16, dtype=torch.float64)),
         ("key is DT_FLOAT, query DT_BFLOAT16", {"key": npu(6, 2, 16, dtype=torch.float32)}),
-        ("input_layout NTD is none of BSH, SBH, BSND, BNSD, TND", {"input_layout": "NTD"}),
+        ("input_layout NTD is not one of BSH, SBH, BSND, BNSD, TND", {"input_layout": "NTD"}),
         ("query has 4 dimensions, layout TND 3", {"query": npu(1, 6, 4, 16)}),
         ("shapes of key .* and value .* differ", {"value": npu(5, 2, 16)}),
         ("padding_mask is not supported", {"padding_mask": mask(6, 6)}),
@@ -77,8 +77,8 @@ def test_training_takes_documented_heads_only():
         ("head sizes of query 16 and key 32 differ", {"key": npu(6, 2, 32), "value": npu(6, 2, 32)}),
         (r"head size 784 is not in \[1, 768\]", tensors(6, 1, 784) | {"head_num": 1}),
         (r"number of heads 257 is not in \[1, 256\]", tensors(6, 257, 16) | {"head_num": 257}),
-        ("H 64 of query is no multiple of head_num 3", {"layout": "BSH", "head_num": 3}),
-        ("H 40 of key is no multiple of the head size 16",
+        ("H 64 of query is not a multiple of head_num 3", {"layout": "BSH", "head_num": 3}),
+        ("H 40 of key is not a multiple of the head size 16",
          {"layout": "BSH", "key": npu(1, 6, 40), "value": npu(1, 6, 40)}),
         (r"number of heads 0 is not in \[1, 256\]", tensors(6, 0, 16) | {"head_num": 0}),
         (r"4 heads of query are no multiple of 0 heads", {"key": npu(6, 0, 16), "value": npu(6, 0, 16)}),
@@ -178,7 +178,7 @@ def test_inference_takes_documented_inputs_only():
         ("aclnnFusedInferAttentionScoreV3.*Tensor query not implemented for DT_DOUBLE",
          {"query": npu(6, 4, 16, dtype=torch.float64)}),
         ("key is DT_FLOAT16, query DT_BFLOAT16", cached(3, 128, 32, dtype=torch.float16)),
-        ("input_layout TDN is none of", {"input_layout": "TDN"}),
+        ("input_layout TDN is not one of", {"input_layout": "TDN"}),
         ("num_heads 8, but query has 4 heads", {"num_heads": 8}),
         ("query has 2 dimensions, layout TND 3", {"query": npu(6, 64)}),
         (r"number of heads 257 is not in \[1, 256\]",
@@ -186,8 +186,8 @@ def test_inference_takes_documented_inputs_only():
         ("4 heads of query are no multiple of 3 heads", {"num_key_value_heads": 3}),
         ("128 heads to 1 of key and value: more than 64",
          {"query": npu(6, 128, 16), "num_heads": 128, "num_key_value_heads": 1}),
-        ("head size 24 is no multiple of 16", {"query": npu(6, 4, 24)}),
-        ("head size 272 is no multiple of 16 in", {"query": npu(6, 4, 272)}),
+        ("head size 24 is not a multiple of 16", {"query": npu(6, 4, 24)}),
+        ("head size 272 is not a multiple of 16 in", {"query": npu(6, 4, 272)}),
         ("shapes of key .* and value .* differ", {"value": npu(4, 128, 32)}),
         (r"shape of key \[6, 4, 16\] is not \[tokens, 2, 16\]", UNPAGED | cached(6, 4, 16)),
     ])  # fmt: skip
@@ -216,7 +216,7 @@ def test_inference_takes_the_mask_of_its_mode():
     refused(inferred, [
         ("sparse_mode 3 needs an atten_mask", {"atten_mask": None}),
         ("sparse_mode 0 takes no atten_mask", {"sparse_mode": 0}),
-        ("sparse_mode 2 with layout TND is none of 0, 3, 4", {"sparse_mode": 2}),
+        ("sparse_mode 2 with layout TND is not one of 0, 3, 4", {"sparse_mode": 2}),
         (r"atten_mask \[6, 6\] is not \[2048, 2048\], with sparse_mode 3", {"atten_mask": mask(6, 6)}),
         ("atten_mask not implemented for DT_FLOAT", {"atten_mask": mask(2048, 2048, dtype=torch.float32)}),
     ])  # fmt: skip
@@ -229,8 +229,8 @@ def test_inference_takes_documented_pages_only():
     assert inferred(**small, **cached(3, 16, 32)).shape == (6, 4, 16)
     table = {"block_table": torch.zeros(2, 2).npu()}
     refused(inferred, [
-        ("block_size 24 is no multiple of 16", small | cached(3, 24, 32) | {"block_size": 24}),
-        ("block_size 256 is no multiple of 16 in", cached(3, 256, 32) | {"block_size": 256}),
+        ("block_size 24 is not a multiple of 16", small | cached(3, 24, 32) | {"block_size": 24}),
+        ("block_size 256 is not a multiple of 16 in", cached(3, 256, 32) | {"block_size": 256}),
         (r"paged key \[3, 128, 2, 16\] is not \[blocks, block_size, 32\]", cached(3, 128, 2, 16)),
         (r"paged key \[3, 128, 32\] is not .*, of 64", {"block_size": 64}),
         ("Tensor block_table not implemented for DT_FLOAT", table),
@@ -272,7 +272,7 @@ def test_paged_attention_takes_what_atb_documents_only():
         ("key_cache has 3 dimensions, not 4", caches(3, 128, 32)),
         (r"block_table \[1, 2\] has no row for each of 2 sequences",
          {"block_table": torch.zeros(1, 2, dtype=torch.int32).npu()}),
-        ("block_size 24 is no multiple of 16", caches(9, 24, 2, 16)),
+        ("block_size 24 is not a multiple of 16", caches(9, 24, 2, 16)),
         (r"query \[2, 4, 32\] is not \[tokens, 4, 16\]", {"query": npu(2, 4, 32)}),
         (r"head size 592 is not in \[1, 576\]", caches(3, 128, 2, 592) | {"query": npu(2, 4, 592)}),
         ("block_size 144 with head size 272 is over 128", caches(3, 144, 2, 272) | {"query": npu(2, 4, 272)}),

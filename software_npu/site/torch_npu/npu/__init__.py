@@ -115,12 +115,12 @@ def get_soc_version() -> int:
     """The number of the chip's series.
 
     Raises:
-        ValueError: SOFTWARE_NPU_CHIP is none of those known.
+        ValueError: SOFTWARE_NPU_CHIP is unknown.
     """
     for beginning, number in _SERIES.items():
         if _chip().startswith(beginning):
             return number
-    raise ValueError(f"SOFTWARE_NPU_CHIP={_chip()}: known are chips that begin with {', '.join(_SERIES)}")
+    raise ValueError(f"SOFTWARE_NPU_CHIP={_chip()}: it must begin with one of {', '.join(_SERIES)}")
 
 
 def can_device_access_peer(device, peer) -> bool:

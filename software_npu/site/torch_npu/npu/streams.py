@@ -1,4 +1,4 @@
-"""Streams and events. What is called runs at once: csrc/streams.h says what that changes."""
+"""Streams and events. What is called runs immediately: csrc/streams.h says what that changes."""
 
 from __future__ import annotations
 
