@@ -210,7 +210,7 @@ class DictAutomaton:
 
 
 def decode(corpus: Corpus, drafter) -> tuple[float, float, float]:
-    """Tokens and drafted tokens per step, averaged over all requests of a server that takes them in order; and
+    """Tokens and drafted tokens per step, mean over all requests of a server that takes them in order, and
     the time without drafts over the time with them, for the same batches."""
     from ascend_rl.speculation.bs_threshold_for_spec_decode import step_time
     from ascend_rl.speculation.sam_options import STEP_TIMES
@@ -531,7 +531,7 @@ def main() -> int:
 
     earlier = with_earlier(corpora, lengths)
     print(
-        "\nthe engine with the earlier responses to each prompt, and without: tokens per step / drafted, speed"
+        "\nthe engine with and without the earlier responses to each prompt: tokens per step / drafted, speed"
     )
     for key in [key for key in earlier if "|with|" in key]:
         name, samples, _, k = key.split("|")
