@@ -3,7 +3,7 @@
 # append to the array ARGS; of a key that is given twice the later value counts.
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 case "${1:-}" in -h | --help) usage "$0"; exit 0 ;; esac
-ARGS=()
+ARGS=() GSPO_LOW=0.0003 GSPO_HIGH=0.0004  # bounds of the paper
 
 # recipe MODEL LOSS OVERRIDES...: run it. MODEL is a function of internal/*_layout.sh, LOSS one of those below.
 recipe() {
@@ -270,14 +270,14 @@ grpo() {
     )
 }
 
-# Ratios and clipping per response (docs/gspo.md); the bounds are those of the paper unless the layout has others.
+# Ratios and clipping per response (docs/gspo.md); a layout may have other bounds.
 gspo() {
     ppo
     ARGS+=(
         actor_rollout_ref.actor.policy_loss.loss_mode=gspo
         actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
-        actor_rollout_ref.actor.clip_ratio_low="${GSPO_LOW:-0.0003}"
-        actor_rollout_ref.actor.clip_ratio_high="${GSPO_HIGH:-0.0004}"
+        actor_rollout_ref.actor.clip_ratio_low="$GSPO_LOW"
+        actor_rollout_ref.actor.clip_ratio_high="$GSPO_HIGH"
     )
 }
 

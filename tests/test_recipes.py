@@ -188,6 +188,16 @@ def environment_of(name: str) -> str:
     )
 
 
+def test_no_block_of_settings_stands_in_two_scripts():
+    scripts: dict[tuple[str, ...], set[str]] = {}
+    for path in INTERNAL.rglob("*.sh"):
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        lines = [line for line in lines if line and not line.startswith("#")]
+        for index in range(len(lines) - 3):
+            scripts.setdefault(tuple(lines[index : index + 4]), set()).add(path.name)
+    assert not {block: names for block, names in scripts.items() if len(names) > 1}
+
+
 def test_the_matrix_is_complete():
     assert set(TWINS) < set(NAMES) and len(NAMES) == 11
 

@@ -93,7 +93,7 @@ def said(run: Run, resolved: Resolved) -> str:
 VARIABLES = {switch.variable: switch for switch in table() if switch.variable}
 # Read by scripts as inputs and places, of logs, or of the machine.
 INPUTS = set(
-    """MODEL_PATH TRAIN_FILE TEST_FILE DIST_CKPT_PATH DATA_DIR EP PP GSPO_LOW GSPO_HIGH ROLL_DATA ROLL_LOG_DIR
+    """MODEL_PATH TRAIN_FILE TEST_FILE DIST_CKPT_PATH DATA_DIR EP PP ROLL_DATA ROLL_LOG_DIR
     GLOO_SOCKET_IFNAME VLLM_HOST_IP PYTHONWARNINGS TOKENIZERS_PARALLELISM VERL_LOGGING_LEVEL
     VLLM_LOGGING_LEVEL VLLM_CPU_OMP_THREADS_BIND USE_MODELSCOPE""".split()
 )
