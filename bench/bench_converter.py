@@ -303,7 +303,7 @@ def bench(args: argparse.Namespace, config: dict, small: int, large: int, repeat
     from bench_converter import load_and_save as by_name  # ranks find it by the name of its module
     from ranks import run_ranks
 
-    layouts = ({"tp": 2}, {"pp": 2}, {"ep": 2, "experts": "grouped"})
+    layouts = ({"tp": 2}, {"pp": 2}, {"ep": 2, "experts": "grouped"})[2 if args.quick else 0 :]
     loaded = 0
     for layout in layouts:
         name = " ".join(f"{key}={value}" for key, value in layout.items())
@@ -323,7 +323,7 @@ def bench(args: argparse.Namespace, config: dict, small: int, large: int, repeat
         bar("peak RSS, largest of all runs at both sizes", max(ours_rss), "GB", "<= 2"),
         ("tensors equal after the round trip", tensors, "", "all", True),
         ("verl's script writes the same tensors", 1, "", "yes", True),
-        bar("real Megatron layouts that load it", loaded, "", ">= 3"),
+        bar("real Megatron layouts that load it", loaded, "", f"= {len(layouts)}"),
     ]
     if not args.quick:
         bars.insert(0, bar("speed against cp (not synced)", share["cp"], "x", ">= 0.6"))
