@@ -497,19 +497,18 @@ def from_pypi(dest: Path, project: Project, framework: Framework, seconds: float
 
 def from_archive(dest: Path, framework: Framework, archive: Path) -> dict[str, str]:
     """Unpack a .tar.gz that holds the tag's files in one directory, and commit them."""
-    unpacked = dest.with_name(f"{dest.name}-archive")
+    init_repository(dest)
+    unpacked = dest / ".git/ascend-rl-archive"
     try:
         with tarfile.open(archive) as files:
             files.extractall(unpacked, filter="data")
         (top,) = unpacked.iterdir()
-        if not (top / framework.package).is_dir():
-            raise ToolError(f"it has no {top.name}/{framework.package}")
-        init_repository(dest)
-        shutil.copytree(top, dest, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git"))
     except (OSError, ValueError, tarfile.TarError) as error:
         raise ToolError(f"{archive} is not an archive of one directory: {error}") from None
-    finally:
-        shutil.rmtree(unpacked, ignore_errors=True)
+    if not (top / framework.package).is_dir():
+        raise ToolError(f"it has no {top.name}/{framework.package}")
+    shutil.copytree(top, dest, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git"))
+    shutil.rmtree(unpacked)
     base = commit_files(dest, f"{framework.name} {framework.tag} from an archive\n")
     return {"source": "archive", "from": archive.name, "base": base}
 
