@@ -11,5 +11,5 @@ functions of a framework that an algorithm needs.
     floor 1   process
     floor 0   settings
 
-The modules beside the rooms are commands: ``python -m ascend_rl.tiny`` and so on.
+__main__ is the command ``ascend-rl``; the modules beside it are for ``python -m ascend_rl.tiny`` and so on.
 """

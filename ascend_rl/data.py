@@ -1,8 +1,6 @@
-"""The command ``python -m ascend_rl.data``: see ascend_rl/recipe/data.py."""
-
 import sys
 
-from ascend_rl.recipe.data import main
+from ascend_rl.__main__ import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("data"))

@@ -1,6 +1,6 @@
-"""The command ``python -m ascend_rl.evaluate``: see ascend_rl/recipe/evaluate.py."""
+import sys
 
-from ascend_rl.recipe.evaluate import main
+from ascend_rl.__main__ import run
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(run("evaluate"))

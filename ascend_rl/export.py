@@ -1,6 +1,6 @@
-"""The command ``python -m ascend_rl.export``: see ascend_rl/weights/export.py."""
+import sys
 
-from ascend_rl.weights.export import main
+from ascend_rl.__main__ import run
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(run("export"))

@@ -1,6 +1,6 @@
-"""The command ``python -m ascend_rl.rehearsal``: see ascend_rl/recipe/rehearsal.py."""
+import sys
 
-from ascend_rl.recipe.rehearsal import main
+from ascend_rl.__main__ import run
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run("rehearsal"))

@@ -1,7 +1,6 @@
-"""The command ``python -m ascend_rl.report``: see ascend_rl/recipe/report.py."""
+import sys
 
-from ascend_rl.estimate.step_time import of_run
-from ascend_rl.recipe.report import main
+from ascend_rl.__main__ import run
 
 if __name__ == "__main__":
-    main(of_run)
+    sys.exit(run("report"))

@@ -1,8 +1,6 @@
-"""The command ``python -m ascend_rl.step_time``: see ascend_rl/estimate/step_time.py."""
-
 import sys
 
-from ascend_rl.estimate.step_time import main
+from ascend_rl.__main__ import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("step-time"))

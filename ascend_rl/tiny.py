@@ -1,11 +1,6 @@
-"""The command ``python -m ascend_rl.tiny``: see ascend_rl/recipe/tiny.py."""
-
 import sys
 
-if __name__ == "__main__":
-    try:
-        from ascend_rl.recipe.tiny import main
+from ascend_rl.__main__ import run
 
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+if __name__ == "__main__":
+    sys.exit(run("tiny"))

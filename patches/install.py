@@ -19,6 +19,7 @@ import argparse
 import ast
 import importlib.util
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -281,6 +282,11 @@ def main() -> int:
             if target == "cpu":  # starting is half of a run there
                 line += f"import gc; gc.set_threshold{GC_THRESHOLDS}\n"
             write_file(site / PTH_NAME, line.encode())
+            command = Path(sysconfig.get_path("scripts"), "ascend-rl")
+            write_file(
+                command, f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -Pm ascend_rl "$@"\n'.encode()
+            )
+            command.chmod(0o755)
             vllm_metadata(project, vllm, target, site)
             ascend_metadata(project, project.framework("vllm_ascend"), target)
         prove(project, present)

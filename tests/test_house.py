@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import ascend_rl
+from ascend_rl.__main__ import COMMANDS
 
 HOUSE = Path(ascend_rl.__file__).parent
 FLOORS = {
@@ -38,7 +40,7 @@ def imported(path: Path) -> set[str]:
 def rooms_used(room: str) -> dict[str, set[str]]:
     """The other rooms a room imports from, each with the files that do."""
     used: dict[str, set[str]] = {}
-    for path in (HOUSE / room).glob("*.py"):
+    for path in set((HOUSE / room).glob("*.py")) - {HOUSE / room / "__main__.py"}:
         for name in imported(path):
             parts = name.split(".")
             if parts[0] == "ascend_rl" and len(parts) > 1 and parts[1] != room:
@@ -85,8 +87,27 @@ def test_what_only_watches_imports_no_torch(name):
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-@pytest.mark.parametrize("path", sorted(HOUSE.glob("*.py")), ids=lambda path: path.stem)
-def test_beside_the_rooms_are_commands_only(path):
-    tree = ast.parse(path.read_text())
-    assert not [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    assert path.stem == "__init__" or (list(HOUSE.glob(f"*/{path.name}")) and "__main__" in path.read_text())
+def test_beside_the_rooms_are_commands_only():
+    """One line each, that runs a command of __main__.py."""
+    names, main = set(), HOUSE / "__main__.py"
+    for path in {*HOUSE.glob("*.py"), *HOUSE.glob("*/__main__.py")} - {main, HOUSE / "__init__.py"}:
+        *imports, last = ast.parse(path.read_text()).body
+        assert all(isinstance(node, ast.Import | ast.ImportFrom) for node in imports), path
+        names |= set(re.findall(r'sys\.exit\(run\("([a-z-]+)"\)\)', ast.unparse(last).replace("'", '"')))
+    assert names == set(COMMANDS)
+
+
+@pytest.mark.parametrize(("short", "long"), [("tiny", "tiny"), ("lint", "lint"), ("plan", "memory_plan")])
+def test_both_forms_of_a_command_are_one(short, long):
+    ascend_rl, environment = Path(sys.executable).with_name("ascend-rl"), os.environ | {"COLUMNS": "80"}
+    forms = [ascend_rl, short], [sys.executable, "-m", f"ascend_rl.{long}"]
+    texts = [subprocess.check_output([*form, "-h"], text=True, cwd="/", env=environment) for form in forms]
+    assert texts[0] == texts[1] and "usage: python -m" in texts[0]
+
+
+def test_the_command_lists_its_commands():
+    ascend_rl = Path(sys.executable).with_name("ascend-rl")
+    listed = subprocess.check_output([ascend_rl, "-h"], text=True).partition("commands:\n")[2]
+    assert [line.split()[0] for line in listed.splitlines()] == list(COMMANDS)
+    wrong = subprocess.run([ascend_rl, "no-such-command"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "no-such-command" in wrong.stderr

@@ -1,8 +1,6 @@
-"""The command ``python -m ascend_rl.lint``: see lint.py."""
-
 import sys
 
-from ascend_rl.lint.lint import main
+from ascend_rl.__main__ import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("lint"))

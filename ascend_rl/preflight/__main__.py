@@ -1,11 +1,6 @@
-"""The command ``python -m ascend_rl.preflight``: see preflight.py."""
-
 import sys
 
-if __name__ == "__main__":
-    try:
-        from ascend_rl.preflight.preflight import main
+from ascend_rl.__main__ import run
 
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+if __name__ == "__main__":
+    sys.exit(run("preflight"))
