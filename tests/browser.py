@@ -1,31 +1,26 @@
-"""A real browser for tests: loads a page at a width, answers JavaScript, takes a screenshot.
+"""Chromium for playwright: that of this machine, or the headless one of an npm package with its libraries.
 
-Chromium of this machine, or else the headless one of an npm package with its libraries, kept in data/browser.
-It is driven by its DevTools protocol.
+The package is kept in data/browser. Playwright's own browsers come from its own host, which not every machine
+that has a package registry can reach.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 import os
-import re
 import shutil
 import subprocess
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from websockets.sync.client import ClientConnection, connect
+from playwright.sync_api import Browser, sync_playwright
 
-PATIENCE_S = 60
 NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
 PACKAGE = "@sparticuz/chromium@143.0.4"
 PLACE = Path(__file__).resolve().parent.parent / "data/browser"
 # Without a GPU, and without the sandbox that root cannot have; other ways of drawing hang.
-FLAGS = ["--headless", "--no-sandbox", "--no-zygote", "--in-process-gpu", "--disable-dev-shm-usage"]
+FLAGS = ["--no-sandbox", "--no-zygote", "--in-process-gpu", "--disable-dev-shm-usage"]
 FLAGS += ["--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
 FONTS = f"<fontconfig><dir>{PLACE}/fonts</dir></fontconfig>"  # the package's own file names another place
 UNPACK = """
@@ -55,73 +50,11 @@ def browser() -> Path | None:
     return PLACE / "chromium" if (PLACE / "chromium").exists() else None
 
 
-class Tab:
-    """The browser's only tab."""
-
-    def __init__(self, socket: ClientConnection):
-        self.socket, self.number = socket, 0
-
-    def call(self, method: str, **parameters) -> dict:
-        self.number += 1
-        self.socket.send(json.dumps({"id": self.number, "method": method, "params": parameters}))
-        while True:
-            answer = json.loads(self.socket.recv(timeout=PATIENCE_S))
-            if answer.get("id") == self.number:
-                assert "error" not in answer, answer
-                return answer["result"]
-
-    def event(self, name: str) -> None:
-        while json.loads(self.socket.recv(timeout=PATIENCE_S)).get("method") != name:
-            pass
-
-    def load(self, page: Path, width: int, dark: bool = False) -> None:
-        self.call("Page.enable")
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=900,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=page.resolve().as_uri())
-        self.event("Page.loadEventFired")
-
-    def ask(self, expression: str):
-        """The value of an expression of JavaScript."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
-
-    def picture(self) -> bytes:
-        """A PNG of the whole page."""
-        return base64.b64decode(
-            self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
-        )
-
-
 @contextlib.contextmanager
-def tab(executable: Path) -> Iterator[Tab]:
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        own = {}
-        if executable.parent == PLACE:
-            Path(profile, "fonts.conf").write_text(FONTS)
-            own = {"LD_LIBRARY_PATH": f"{PLACE}/lib", "FONTCONFIG_FILE": f"{profile}/fonts.conf"}
-        command = [
-            executable,
-            *FLAGS,
-            f"--user-data-dir={profile}",
-            "--remote-debugging-port=0",
-            "about:blank",
-        ]
-        with subprocess.Popen(command, env=os.environ | own, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                lines = (re.search(r"ws://([^/]+)/", line) for line in process.stderr)
-                host = next(filter(None, lines))[1]
-                with urllib.request.urlopen(f"http://{host}/json/list", timeout=PATIENCE_S) as answer:
-                    pages = [each for each in json.load(answer) if each["type"] == "page"]
-                with connect(pages[0]["webSocketDebuggerUrl"], max_size=None) as socket:
-                    yield Tab(socket)
-            finally:
-                process.kill()
+def chromium(executable: Path) -> Iterator[Browser]:
+    own = {}
+    if executable.parent == PLACE:
+        (PLACE / "fonts.conf").write_text(FONTS)
+        own = {"LD_LIBRARY_PATH": f"{PLACE}/lib", "FONTCONFIG_FILE": f"{PLACE}/fonts.conf"}
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=executable, args=FLAGS, env=os.environ | own)

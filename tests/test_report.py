@@ -548,7 +548,7 @@ def of_engines(number: int) -> dict:
 @pytest.mark.long
 def test_the_page_in_a_browser(tmp_path):
     """Three long runs, on a desk and a phone: nothing is cut, no figure breaks, every picture shows."""
-    from browser import browser, tab
+    from browser import browser, chromium
 
     if (executable := browser()) is None:
         pytest.skip("no Chromium here, and npm cannot get one")
@@ -562,16 +562,21 @@ def test_the_page_in_a_browser(tmp_path):
     (runs[0] / "hydra/.hydra/overrides.yaml").write_text(json.dumps(given))
     (runs[0] / "run.json").write_text(json.dumps({"overrides": given}))
     assert command(*runs, "--html").returncode == 0
-    with tab(executable) as page:
+    with chromium(executable) as running:
         for width, dark in ((WIDE, False), (NARROW, False), (WIDE, True)):
-            page.load(runs[0] / "report.html", width, dark)
-            assert page.ask("innerWidth") == width
-            assert page.ask(DRAWN) > 100, "no text is drawn: are there fonts?"
-            assert page.ask("document.documentElement.scrollWidth <= innerWidth"), width
-            assert page.ask(BROKEN) == [], width
-            shown = page.ask("[...document.images].map(one => [one.naturalWidth, one.width])")
+            page = running.new_page(
+                viewport={"width": width, "height": 900},
+                color_scheme="dark" if dark else "light",
+                is_mobile=width < 600,
+            )
+            page.goto((runs[0] / "report.html").as_uri())
+            assert page.evaluate("innerWidth") == width
+            assert page.evaluate(DRAWN) > 100, "no text is drawn: are there fonts?"
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+            assert page.evaluate(BROKEN) == [], width
+            shown = page.evaluate("[...document.images].map(one => [one.naturalWidth, one.width])")
             assert len(shown) == 3 and all(there > 600 and seen > 0.7 * width for there, seen in shown)
-            picture = matplotlib.image.imread(io.BytesIO(page.picture()), "png")[..., :3]
+            picture = matplotlib.image.imread(io.BytesIO(page.screenshot(full_page=True)), "png")[..., :3]
             corner = picture[4, 4].mean()
             assert (corner < 0.3) if dark else (corner > 0.9)  # the page's own ground
             assert picture.std() > 0.1
