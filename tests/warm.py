@@ -1,6 +1,6 @@
 """A process that has imported some modules and forks on request: each fork starts at once, with fresh state.
 
-    warm = Warm(["torch"])
+    warm = Warm(["torch"])       # or "torch:manual_seed": a function of the module is called, too
     warm.run(2, squares, 3)      # [squares(0, 3), squares(1, 3)], each in a process of its own
     warm.stop()
 
@@ -15,6 +15,9 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import itertools
+import math
+import multiprocessing
 import os
 import pickle
 import select
@@ -35,30 +38,57 @@ cpu_s = [0.0]  # processor time of jobs that ended, as long as what forked them 
 class Warm:
     """The process. ``path`` is its PYTHONPATH; what it forks has the sys.path of this process after it.
 
-    It starts with the first job, and again with the next one after a job that went wrong.
+    It starts with the first job, and again with the next one if it dies itself. It is itself a fork where
+    this process has imported the module ``like``.
     """
 
-    def __init__(self, modules: Sequence[str], path: str = ""):
-        self.modules, self.path, self.process, self.cpu_s = modules, path, None, 0.0
+    def __init__(self, modules: Sequence[str], path: str = "", like: str = "", **environment: str):
+        self.modules, self.path, self.like, self.environment = modules, path, like, environment
+        self.process, self.cpu_s = None, 0.0
         atexit.register(self.stop)
 
     def _start(self) -> None:
         self.directory = tempfile.mkdtemp(prefix="warm-")
         self.log = Path(self.directory, "log")
-        code = "import sys; sys.path.append(sys.argv[1]); import warm; warm.serve(sys.argv[2:])"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, str(Path(__file__).parent), *self.modules],
-            env=os.environ | {"PYTHONPATH": self.path},
-            bufsize=0,  # so that select sees what was not read
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
-        )
+        (given, jobs), (answers, taken) = os.pipe(), os.pipe()
+        # Without a buffer, so that select sees what was not read.
+        self.jobs, self.answers = os.fdopen(jobs, "wb", 0), os.fdopen(answers, "rb", 0)
+        environment = os.environ | self.environment | {"PYTHONPATH": self.path}
+        with open(given) as given, open(taken, "w") as taken, self.log.open("w") as log:
+            if self.like in sys.modules:
+                faulthandler.cancel_dump_traceback_later()  # a fork that inherits one can set none
+                files = given.fileno(), taken.fileno(), log.fileno()
+                fork = multiprocessing.get_context("fork")
+                self.process = fork.Process(target=self._fork, args=(files, environment))
+                self.process.start()
+                self.wait = self.process.join
+                return
+            code = "import sys; sys.path.append(sys.argv[1]); import warm; warm.serve(sys.argv[2:])"
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, str(Path(__file__).parent), *self.modules],
+                env=environment,
+                stdin=given,
+                stdout=taken,
+                stderr=log,
+            )
+            self.wait = self.process.wait
+
+    def _fork(self, files: Sequence[int], environment: dict[str, str]) -> None:
+        self.jobs.close()
+        self.answers.close()
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        sys.stdin = open(0)
+        os.environ |= environment
+        sys.path[:0] = self.path.split(os.pathsep)
+        serve(self.modules)
 
     def stop(self) -> None:
         if self.process:
             self.process.kill()
-            self.process.communicate()
+            self.wait()
+            self.jobs.close()
+            self.answers.close()
             shutil.rmtree(self.directory, ignore_errors=True)
             cpu_s[0] -= self.cpu_s
             self.process, self.cpu_s = None, 0.0
@@ -80,16 +110,17 @@ class Warm:
             "call": pickle.dumps((function, args)),
             "seconds": seconds,
             "path": [*filter(None, self.path.split(os.pathsep)), *sys.path],
-            "environment": os.environ | own | environment,
+            "environment": os.environ | own | self.environment | environment,
         }
         (directory / "job").write_bytes(pickle.dumps(job))
         for number in range(count):
             (directory / f"{number}.log").touch()
-        values, until, pids = {}, time.monotonic() + seconds, []
+        values, until, pids, ended = {}, math.inf, [], 0
         try:
             with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.write(f"{directory}\n".encode())
+                self.jobs.write(f"{directory}\n".encode())
             pids = [int(pid) for pid in self._line().split()]
+            until = time.monotonic() + seconds
             while len(values) < count:
                 number = self._ended(until - time.monotonic())
                 if number is None:
@@ -97,6 +128,7 @@ class Warm:
                     raise AssertionError(
                         f"no answer from {missing} in {seconds:.0f} s: {tail(directory, missing[0])}"
                     )
+                ended += 1
                 answer = directory / f"{number}.answer"
                 assert answer.exists(), f"process {number} died: {tail(directory, number)}"
                 value, error = pickle.loads(answer.read_bytes())
@@ -107,19 +139,20 @@ class Warm:
                 error.add_note(stacks(pids))
             raise
         finally:
-            for pid in pids:
+            kills = [os.killpg] if ended == len(pids) else [os.killpg, os.kill]  # not of a number used again
+            for kill, pid in itertools.product(kills, pids):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-            if len(values) < count:  # it waits for those that go on
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                    kill(pid, signal.SIGKILL)
+            with contextlib.suppress(AssertionError):
+                while ended < len(pids) and self._ended(PATIENCE_S) is not None:
+                    ended += 1
+            if ended < count:
                 self.stop()
         return [values[number] for number in range(count)]
 
     def _ended(self, seconds: float) -> int | None:
         """The number of a process that ended; None if none does so in time."""
-        if not select.select([self.process.stdout], [], [], max(0, seconds))[0]:
+        if not select.select([self.answers], [], [], max(0, seconds))[0]:
             return None
         number, used_s = self._line().split()
         self.cpu_s += float(used_s)
@@ -127,7 +160,7 @@ class Warm:
         return int(number)
 
     def _line(self) -> bytes:
-        line = self.process.stdout.readline()
+        line = self.answers.readline()
         assert line, f"the process that forks died: {self.log.read_text()[-3000:]}"
         return line
 
@@ -154,7 +187,10 @@ def serve(modules: Sequence[str]) -> None:
     del sys.argv[1:]  # MindSpeed reads them
     try:
         for module in modules:
-            importlib.import_module(module)
+            name, _, function = module.partition(":")
+            module = importlib.import_module(name)
+            if function:
+                getattr(module, function)()
     except Exception:  # what a variant of a framework lacks is the jobs' to find out, without half a module
         traceback.print_exc()
         os.dup2(answers.fileno(), 1)

@@ -12,21 +12,17 @@ where PyTorch has the software NPU (test_left_out.py).
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import importlib.util
 import json
-import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 
-from warm import PATIENCE_S, cpu_s
+from warm import PATIENCE_S, Warm
 from wheels import CHIPS, wheels_file
 
 from ascend_rl.host.npu_tools import built_for
@@ -39,41 +35,22 @@ WEIGHT_SYNC = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtensi
 class Ground:
     """The process; use it as a context manager."""
 
-    cpu_s = 0.0
-
     def __enter__(self) -> Ground:
         tree = os.environ.get("VLLM_ASCEND_TREE", ROOT / "frameworks/vllm_ascend")
         own = [ROOT, ROOT / "tests/patched", ROOT / "tests"]  # tests/ has files of the same names
         path = [ROOT / "software_npu/site", os.environ.get("PYTHONPATH"), tree, *own]
-        settings = {
-            "PYTHONPATH": os.pathsep.join(map(str, filter(None, path))),
-            "SOFTWARE_NPU_WHEELS": str(wheels_file()),
-            "SOFTWARE_NPU_CHIP": CHIPS[built_for(Path(tree, "vllm_ascend")) or "A3"],
-            "VLLM_ASCEND_ENABLE_NZ": "0",
-        }
-        self.directory = tempfile.TemporaryDirectory(prefix="npu-ground-")
-        self.log = Path(self.directory.name, "log")
-        (given, jobs), (answers, taken) = os.pipe(), os.pipe()
-        self.jobs, self.answers = os.fdopen(jobs, "w"), os.fdopen(answers)
-        with open(given) as given, open(taken, "w") as taken, self.log.open("a") as log:
-            if "torch_npu" in sys.modules:
-                self.process = fork(settings, given, taken, log, [jobs, answers])
-                self.wait = self.process.join
-            else:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", "npu_ground"], env=os.environ | settings, start_new_session=True,
-                    stdin=given, stdout=taken, stderr=log,
-                )  # fmt: skip
-                self.wait = self.process.wait
+        self.warm = Warm(
+            ["npu_ground:prepare"],
+            os.pathsep.join(map(str, filter(None, path))),
+            like="torch_npu",
+            SOFTWARE_NPU_WHEELS=str(wheels_file()),
+            SOFTWARE_NPU_CHIP=CHIPS[built_for(Path(tree, "vllm_ascend")) or "A3"],
+            VLLM_ASCEND_ENABLE_NZ="0",
+        )
         return self
 
     def __exit__(self, *error) -> None:
-        self.process.terminate()
-        self.wait()
-        with contextlib.suppress(BrokenPipeError), self.answers:
-            self.jobs.close()
-        cpu_s[0] -= self.cpu_s  # they count with the process
-        self.directory.cleanup()
+        self.warm.stop()
 
     def run(self, function, *args, seconds: float = PATIENCE_S, **kwargs):
         """What ``function(*args, **kwargs)`` returns in a process with vllm-ascend, through JSON.
@@ -81,40 +58,14 @@ class Ground:
         Raises:
             AssertionError: it raised (with its traceback and output), died, or did not return in ``seconds``.
         """
-        result, name = Path(self.directory.name, "result"), function.__name__
-        result.unlink(missing_ok=True)
-        job = [function.__module__.rpartition(".")[2], name, args, kwargs, str(result), seconds]
-        with contextlib.suppress(BrokenPipeError):
-            self.jobs.write(json.dumps(job) + "\n")
-            self.jobs.flush()
-        used_s = float(self.answers.readline() or 0)
-        self.cpu_s += used_s
-        cpu_s[0] += used_s
-        value, error = None, f"it died, or did not return in {seconds:.0f} s"
-        if result.exists():
-            value, error = json.loads(result.read_text())
-        if error:
-            raise AssertionError(f"{name}: ...{self.log.read_text()[-4000:]}\n{error}")
-        return value
+        name = function.__module__.rpartition(".")[2], function.__name__
+        return json.loads(self.warm.run(1, called, name, json.dumps([args, kwargs]), seconds=seconds)[0])
 
 
-def fork(settings: dict[str, str], given, taken, log, others: list[int]) -> multiprocessing.Process:
-    """``python -m npu_ground`` as a fork of this process, less the files ``others``."""
-
-    def live() -> None:
-        os.setsid()
-        for file in others:
-            os.close(file)
-        for number, file in enumerate((given, taken, log)):
-            os.dup2(file.fileno(), number)
-        os.environ |= settings
-        sys.path[:0] = settings["PYTHONPATH"].split(os.pathsep)
-        main()
-
-    faulthandler.cancel_dump_traceback_later()  # a fork that inherits one can set none
-    process = multiprocessing.get_context("fork").Process(target=live)
-    process.start()
-    return process
+def called(_, name: tuple[str, str], given: str) -> str:
+    module, function = name
+    args, kwargs = json.loads(given)
+    return json.dumps(getattr(importlib.import_module(module), function)(*args, **kwargs))
 
 
 def prepare() -> None:
@@ -137,6 +88,9 @@ def prepare() -> None:
     from vllm_ascend.quantization.compressed_tensors import compressed_tensors  # noqa: F401
     from vllm_ascend.worker import worker  # noqa: F401
 
+    faulthandler.enable()
+    gc.unfreeze = lambda: None  # an engine collects garbage many times while it starts: imports are none
+
 
 def compiled_for(series: str) -> None:
     """Stands in for a tree that is compiled for a series of chips, on one of them; the wheel is for A2."""
@@ -149,38 +103,6 @@ def compiled_for(series: str) -> None:
     sys.modules[build_info.__name__] = vllm_ascend._build_info = build_info
     vllm_ascend.utils._ascend_device_type = None
     os.environ["SOFTWARE_NPU_CHIP"] = CHIPS[series]
-
-
-def serve() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is printed goes to the log
-    prepare()
-    faulthandler.enable()
-    # An engine collects garbage many times while it starts: what is imported here is none.
-    gc.freeze()
-    gc.unfreeze = lambda: None
-    for line in open(0):
-        module, name, args, kwargs, result, seconds = json.loads(line)
-        os.truncate(2, 0)  # the log is the job's
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.setsid()  # so that its ranks and planners end with it, however it ends
-            faulthandler.dump_traceback_later(seconds, exit=True)
-            try:
-                answer = json.dumps([getattr(importlib.import_module(module), name)(*args, **kwargs), None])
-            except BaseException:
-                answer = json.dumps([None, traceback.format_exc()])
-            Path(result).write_text(answer)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
-        try:
-            used = os.wait4(pid, 0)[2]
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        print(used.ru_utime + used.ru_stime, file=answers, flush=True)
 
 
 def save_random_model(path: Path, moe: bool = False, seed: int = 0) -> Path:
@@ -260,12 +182,3 @@ def on_ranks(series: str, world: int, function, *args):
         for pid in others:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-
-
-def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    serve()
-
-
-if __name__ == "__main__":
-    main()
