@@ -30,46 +30,17 @@ from ascend_rl.weights import converter, files, journal, qwen3, torch_dist, work
 from ascend_rl.weights.converter import Options
 
 DTYPES = {name: getattr(torch, name) for name in torch_dist.ITEMSIZE}
+SIZES = dict(num_hidden_layers=4, hidden_size=32, vocab_size=96, intermediate_size=48)
+QWEN3 = SIZES | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+EXPERTS = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
 TINY = {
-    "qwen3_moe": dict(
-        architectures=["Qwen3MoeForCausalLM"],
-        model_type="qwen3_moe",
-        num_hidden_layers=4,
-        hidden_size=32,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        vocab_size=96,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        tie_word_embeddings=False,
-    ),
-    "qwen3": dict(
-        architectures=["Qwen3ForCausalLM"],
-        model_type="qwen3",
-        num_hidden_layers=4,
-        hidden_size=32,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        vocab_size=96,
-        intermediate_size=48,
-        tie_word_embeddings=True,
-    ),
-    "qwen2": dict(
-        architectures=["Qwen2ForCausalLM"],
-        model_type="qwen2",
-        num_hidden_layers=4,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        intermediate_size=48,
-        tie_word_embeddings=True,
-    ),
+    "qwen3_moe": QWEN3 | EXPERTS | dict(architectures=["Qwen3MoeForCausalLM"], tie_word_embeddings=False),
+    "qwen3": QWEN3 | dict(architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True),
+    "qwen2": SIZES
+    | dict(architectures=["Qwen2ForCausalLM"], num_attention_heads=4, num_key_value_heads=2)
+    | dict(tie_word_embeddings=True),
 }
+TINY = {model_type: config | {"model_type": model_type} for model_type, config in TINY.items()}
 
 
 def make_model(
