@@ -8,8 +8,8 @@ import sys
 COMMANDS = {
     "preflight": ("preflight.preflight", "find what would make a run fail, on this node or on a cluster"),
     "lint": ("lint.lint", "find mistakes in a training script and its environment"),
-    "plan": ("planning.memory_plan", "say whether a model fits in memory, and how"),
-    "step-time": ("estimate.step_time", "estimate the time of a step, and what a switch would save"),
+    "plan": ("estimate.memory_plan", "say whether a model fits in memory, and how"),
+    "step-time": ("recipe.step_time", "estimate the time of a step, and what a switch would save"),
     "rehearsal": ("recipe.rehearsal", "run a cluster recipe on a laptop, with small sizes"),
     "data": ("recipe.data", "download and convert a data set"),
     "tiny": ("recipe.tiny", "make the tiny Qwen3, its tokenizer and its task"),
@@ -24,7 +24,7 @@ def run(name: str) -> int | None:
     try:
         command = importlib.import_module(f"ascend_rl.{COMMANDS[name][0]}").main
         if name == "report":  # which stands on a lower floor than the estimates it shows
-            return command(importlib.import_module("ascend_rl.estimate.step_time").of_run)
+            return command(importlib.import_module("ascend_rl.recipe.step_time").of_run)
         return command()
     except KeyboardInterrupt:
         return 130

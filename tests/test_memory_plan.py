@@ -1,4 +1,4 @@
-"""ascend_rl.planning: the published tables, and counts against Hugging Face, autograd and brute force.
+"""ascend_rl.estimate: the published tables, and counts against Hugging Face, autograd and brute force.
 
 Megatron's own model is the reference in tests/patched/test_memory_plan.py.
 """
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ascend_rl.planning import (
+from ascend_rl.estimate import (
     die,
     fsdp_memory,
     layouts,
@@ -26,8 +26,8 @@ from ascend_rl.planning import (
     rollout_memory,
     tensors,
 )
-from ascend_rl.planning.die import GIB, MIB
-from ascend_rl.planning.layouts import Rollout, Training
+from ascend_rl.estimate.die import GIB, MIB
+from ascend_rl.estimate.layouts import Rollout, Training
 from ascend_rl.settings.model import PUBLISHED, Model
 from ascend_rl.settings.switch import CannotWork
 from ascend_rl.weights import qwen3

@@ -14,13 +14,13 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import published_recipes
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from ascend_rl.lint.lint import lint
 from ascend_rl.lint.tuning import table
-from ascend_rl.recipe import published
 from verl.utils.config import omega_conf_to_dataclass
 
 INTERNAL = Path(__file__).resolve().parent.parent / "internal"
@@ -397,16 +397,16 @@ def test_published_parameters(configs, name, published):
 def test_the_page_shows_what_differs_from_the_published_recipes(page, language):
     text = (INTERNAL.parent / "docs" / page).read_text()
     shown = text.partition("<!-- published -->\n")[2].partition("<!-- /published -->")[0]
-    assert shown == published.table(language)
+    assert shown == published_recipes.table(language)
 
 
 def test_a_difference_from_the_published_needs_a_reason(monkeypatch):
-    resolved = published.resolved
+    resolved = published_recipes.resolved
     monkeypatch.setattr(
-        published, "resolved", lambda name, key: 2 if key == "rollout.n" else resolved(name, key)
+        published_recipes, "resolved", lambda name, key: 2 if key == "rollout.n" else resolved(name, key)
     )
     with pytest.raises(ValueError, match=r"rollout.n: .*published 16"):
-        published.table("en")
+        published_recipes.table("en")
 
 
 def test_nothing_else_is_said_to_be_as_published():

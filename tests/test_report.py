@@ -17,8 +17,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from ascend_rl.estimate.step_time import of_run
 from ascend_rl.recipe import report, report_page
+from ascend_rl.recipe.step_time import of_run
 
 LENGTHS = ("min", "p10", "p25", "p75", "p90", "max")  # in their order
 VAL = "val-aux/tiny/addition/reward/mean@1"

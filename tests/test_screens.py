@@ -22,7 +22,7 @@ def test_pictures_of_terminals_are_up_to_date(name, tmp_path):
 
 @pytest.mark.parametrize("options", MODELS)
 def test_plans_fit_the_screen(options, capsys):
-    from ascend_rl.planning import memory_plan
+    from ascend_rl.estimate import memory_plan
 
     memory_plan.main(["--model", *options.split()])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= COLUMNS

@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import published_times
 import pytest
+from published_recipes import setup
 
-from ascend_rl.estimate import published_times, rollout_time, step_time, training_time
+from ascend_rl.estimate import rollout_time, training_time
+from ascend_rl.estimate.layouts import Training
 from ascend_rl.estimate.rollout_time import Decoder, Engines
-from ascend_rl.planning.layouts import Training
-from ascend_rl.recipe.published import setup
+from ascend_rl.recipe import step_time
 from ascend_rl.settings.model import Model
 from ascend_rl.settings.switch import CannotWork
 
@@ -175,7 +177,7 @@ def test_what_is_not_modelled_is_refused(capsys):
         step_time.step_of(setup("gspo_qwen2_5_3b_8die_fsdp"))
     with pytest.raises(SystemExit):
         step_time.main([])
-    assert "give a training script" in capsys.readouterr().err
+    assert "required: RECIPE" in capsys.readouterr().err
 
 
 def scripts(recipe: str) -> tuple[Path, Path]:

@@ -1,1 +1,1 @@
-"""How long a step takes and what a switch would save, from models of time and published figures."""
+"""What fits in memory and how long a rollout and an update take, from the shapes of a model."""

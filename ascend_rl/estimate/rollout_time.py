@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ascend_rl.planning.rollout_memory import kv_bytes_per_token, rollout_parameters
-from ascend_rl.planning.tensors import WEIGHT_BYTES, layer_parameters
+from ascend_rl.estimate.rollout_memory import kv_bytes_per_token, rollout_parameters
+from ascend_rl.estimate.tensors import WEIGHT_BYTES, layer_parameters
 from ascend_rl.settings.model import Model
 
 # A die of Atlas A3. Published for Ascend 910C, which has two: 752 TFLOPS of bf16, 3.2 TB/s of HBM, 392 GB/s

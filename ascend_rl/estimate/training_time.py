@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ascend_rl.estimate.layouts import Training
 from ascend_rl.estimate.rollout_time import LINK_BYTES_S, PEAK_FLOPS, active_parameters
-from ascend_rl.planning.layouts import Training
-from ascend_rl.planning.tensors import WEIGHT_BYTES, stage_parameters
+from ascend_rl.estimate.tensors import WEIGHT_BYTES, stage_parameters
 from ascend_rl.settings.model import Model
 
 TRAINING = 0.36  # share of peak of the products of a layer: 798 s of Qwen3-235B-A22B

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ascend_rl.estimate import layouts, memory_plan
 from ascend_rl.experts import support_eplb
 from ascend_rl.lint import switches
 from ascend_rl.lint.setup import (
@@ -29,7 +30,6 @@ from ascend_rl.lint.setup import (
     rule,
 )
 from ascend_rl.loss import dapo, old_log_prob
-from ascend_rl.planning import layouts, memory_plan
 from ascend_rl.rollout import npu_graph, npu_options
 from ascend_rl.settings.model import QWEN
 from ascend_rl.settings.switch import CannotWork

@@ -20,11 +20,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ascend_rl.estimate.tensors import WEIGHT_BYTES
 from ascend_rl.lint import pinned
 from ascend_rl.lint.options import megatron_classes, vllm_classes, vllm_options
 from ascend_rl.lint.setup import ACTOR, MEGATRON, REF, ROLLOUT, VLLM, Hit, Setup, local_path, rule
 from ascend_rl.lint.verl_config import class_fields, dataclass_fields
-from ascend_rl.planning.tensors import WEIGHT_BYTES
 
 CRITIC, TRANSFORMER = "critic", f"{MEGATRON}.override_transformer_config"
 ENGINES = (ACTOR, REF, CRITIC)

@@ -1,1 +1,1 @@
-"""What a recipe is made of besides code: data, rewards, the tiny model, reports of runs and of rehearsals."""
+"""What a recipe is made of besides code: data, rewards, the tiny model, step times, reports of runs."""

@@ -24,11 +24,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from ascend_rl.estimate.rollout_memory import BLOCK_TOKENS
 from ascend_rl.lint.dry_run import Run, dry_run
 from ascend_rl.lint.engines import plan_of
 from ascend_rl.lint.setup import ROLLOUT, VLLM, Setup
 from ascend_rl.lint.verl_config import Resolved
-from ascend_rl.planning.rollout_memory import BLOCK_TOKENS
 from ascend_rl.process.counts import COUNTED, counted
 from ascend_rl.recipe.report import read_metrics
 from ascend_rl.settings.numbers import whole

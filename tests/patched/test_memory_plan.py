@@ -1,4 +1,4 @@
-"""ascend_rl.planning counts what the frameworks really hold on a rank.
+"""ascend_rl.estimate counts what the frameworks really hold on a rank.
 
 Megatron-core's own model, parameter by parameter: the real Qwen3-235B on 128 ranks, with torch's fake process
 group for the other ranks and the meta device for memory. FSDP as verl wraps it, byte by byte: small models on
@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from ascend_rl.planning import fsdp_memory, layouts, megatron_memory, tensors
+from ascend_rl.estimate import fsdp_memory, layouts, megatron_memory, tensors
 from ascend_rl.settings.model import Model
 
 

@@ -21,12 +21,12 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
-from ascend_rl.planning.die import GIB, HBM_GIB, RESERVE_GIB
-from ascend_rl.planning.fsdp_memory import FsdpPlan, plan_fsdp
-from ascend_rl.planning.layouts import CHOICES, Fsdp, Rollout, Training
-from ascend_rl.planning.megatron_memory import TrainingPlan, plan_training
-from ascend_rl.planning.partitions import suggest_fsdp, suggest_rollout, suggest_training
-from ascend_rl.planning.plan_text import (
+from ascend_rl.estimate.die import GIB, HBM_GIB, RESERVE_GIB
+from ascend_rl.estimate.fsdp_memory import FsdpPlan, plan_fsdp
+from ascend_rl.estimate.layouts import CHOICES, Fsdp, Rollout, Training
+from ascend_rl.estimate.megatron_memory import TrainingPlan, plan_training
+from ascend_rl.estimate.partitions import suggest_fsdp, suggest_rollout, suggest_training
+from ascend_rl.estimate.plan_text import (
     fsdp_line,
     fsdp_text,
     gib,
@@ -35,8 +35,8 @@ from ascend_rl.planning.plan_text import (
     training_line,
     training_text,
 )
-from ascend_rl.planning.rollout_memory import RolloutPlan, plan_rollout
-from ascend_rl.planning.tensors import adapter_parameters, stage_parameters
+from ascend_rl.estimate.rollout_memory import RolloutPlan, plan_rollout
+from ascend_rl.estimate.tensors import adapter_parameters, stage_parameters
 from ascend_rl.settings.model import PUBLISHED, Model
 from ascend_rl.settings.numbers import real, whole
 from ascend_rl.settings.switch import CannotWork

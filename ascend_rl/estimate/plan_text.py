@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
-from ascend_rl.planning.die import GIB
-from ascend_rl.planning.fsdp_memory import FsdpPlan
-from ascend_rl.planning.layouts import Fsdp, Rollout, Training
-from ascend_rl.planning.megatron_memory import TrainingPlan
-from ascend_rl.planning.rollout_memory import RolloutPlan
+from ascend_rl.estimate.die import GIB
+from ascend_rl.estimate.fsdp_memory import FsdpPlan
+from ascend_rl.estimate.layouts import Fsdp, Rollout, Training
+from ascend_rl.estimate.megatron_memory import TrainingPlan
+from ascend_rl.estimate.rollout_memory import RolloutPlan
 
 
 def gib(count: float) -> str:

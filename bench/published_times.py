@@ -8,25 +8,27 @@ assumed (docs/step_time.md).
 Invariant (tests/test_step_time.py): the document shows rows of this table, all those beyond BAR among them.
 Cost: about 60 predictions, 20 s.
 
-    python -m ascend_rl.step_time --published              # --lang zh: in Chinese
+    python bench/published_times.py              # --lang zh: in Chinese
 """
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import yaml
+from published_recipes import setup
 
-from ascend_rl.estimate import rollout_time, step_time, training_time
+from ascend_rl.estimate import rollout_time, training_time
+from ascend_rl.estimate.layouts import Training
 from ascend_rl.estimate.rollout_time import Decoder, Engines, RolloutTime, draw_lengths
-from ascend_rl.estimate.step_time import PROMPT, Step, predict, speculating, step_of
 from ascend_rl.estimate.training_time import Trained
 from ascend_rl.hdp import hdp
-from ascend_rl.planning.layouts import Training
-from ascend_rl.recipe.published import setup
+from ascend_rl.recipe import step_time
+from ascend_rl.recipe.step_time import PROMPT, Step, predict, speculating, step_of
 
 BAR = 0.15
 GEARS = (4, 8, 16, 32, 64, 128, 256)
@@ -242,3 +244,9 @@ def table(language: str = "en") -> str:
             f"| {row.error:+.1%} | {kind} |"
         )
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="print published times next to predicted ones")
+    parser.add_argument("--lang", choices=("en", "zh"), default="en")
+    print(table(parser.parse_args().lang), end="")

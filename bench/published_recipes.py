@@ -1,12 +1,12 @@
 """The recipes next to what was published for them: a table made from resolved configurations.
 
-Problem: "as published" in a document is true on the day it is written. Idea: published.yaml holds what was
-published; each recipe is run dry with its environment script, its configuration is composed as Hydra would,
-and every published value is compared with it. Where they differ the table shows both, and why.
+Problem: "as published" in a document is true on the day it is written. Idea: published_recipes.yaml has what
+was published; each recipe is run dry with its environment script, its configuration is composed as Hydra
+would, and every published value is compared with it. Where they differ the table shows both, and why.
 Invariant (tests/test_recipes.py): the documents hold this table; a difference without a reason is an error.
 Cost: a dry run and a composed configuration for each recipe, 5 s.
 
-    python -m ascend_rl.recipe.published              # --lang zh: as in docs/recipes.zh.md
+    python bench/published_recipes.py              # --lang zh: as in docs/recipes.zh.md
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ascend_rl.lint import dry_run, verl_config
 from ascend_rl.lint.setup import Setup
 
 FILE = Path(__file__).with_suffix(".yaml")
-INTERNAL = Path(__file__).resolve().parents[2] / "internal"
+INTERNAL = Path(__file__).resolve().parents[1] / "internal"
 SHORT = ("rollout.", "actor.")  # below actor_rollout_ref
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ascend_rl.planning.die import GIB, HBM_GIB, MIB, RESERVE_GIB
-from ascend_rl.planning.layouts import Rollout, rollout_problems
-from ascend_rl.planning.tensors import WEIGHT_BYTES, stage_parameters
+from ascend_rl.estimate.die import GIB, HBM_GIB, MIB, RESERVE_GIB
+from ascend_rl.estimate.layouts import Rollout, rollout_problems
+from ascend_rl.estimate.tensors import WEIGHT_BYTES, stage_parameters
 from ascend_rl.settings.model import Model
 from ascend_rl.settings.switch import CannotWork
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ascend_rl.planning.die import GIB, HBM_GIB, RESERVE_GIB, largest
-from ascend_rl.planning.layouts import Training, training_problems
-from ascend_rl.planning.tensors import (
+from ascend_rl.estimate.die import GIB, HBM_GIB, RESERVE_GIB, largest
+from ascend_rl.estimate.layouts import Training, training_problems
+from ascend_rl.estimate.tensors import (
     LOGIT_BYTES,
     WEIGHT_BYTES,
     adapter_parameters,

@@ -1,10 +1,10 @@
 """Predict where the time of a recipe's step goes, and what its switches would save.
 
 The recipe is run dry with its environment script, its configuration is composed as Hydra would, and the sizes
-in it go to the models of time beside this module: rollout_time, training_time. A switch is then a change
+in it go to the models of time, rollout_time and training_time. A switch is then a change
 of these sizes, and its gain the difference of two predictions on the same lengths. How far to trust it:
 docs/step_time.md, a table of all published times next to what is predicted for them
-(``--published``; ascend_rl/estimate/published_times.py).
+(bench/published_times.py).
 
 A switch is listed only where the linter, asked about the recipe with it on, has nothing against it.
 
@@ -28,13 +28,13 @@ import ascend_rl.lint.options  # noqa: F401  (it fills RULES)
 import ascend_rl.lint.sizes  # noqa: F401  (it fills RULES)
 import ascend_rl.lint.values  # noqa: F401  (it fills RULES)
 from ascend_rl.estimate import rollout_time, training_time
+from ascend_rl.estimate.layouts import Training
 from ascend_rl.estimate.rollout_time import Decoder, Engines, RolloutTime, draw_lengths
 from ascend_rl.estimate.training_time import Trained
 from ascend_rl.hdp import hdp
 from ascend_rl.lint import dry_run, verl_config
 from ascend_rl.lint.engines import plan_of
 from ascend_rl.lint.setup import ACTOR, ROLLOUT, RULES, VLLM, Setup
-from ascend_rl.planning.layouts import Training
 from ascend_rl.settings.model import Model
 from ascend_rl.settings.numbers import real
 from ascend_rl.settings.switch import CannotWork
@@ -353,29 +353,19 @@ def main(argv: list[str] | None = None) -> int:
   R=internal/train_grpo_qwen3_235b_128die_true_weight.sh E=internal/qwen3_235b_env.sh
   python -m ascend_rl.step_time $R $E
   python -m ascend_rl.step_time $R $E data.train_batch_size=256 --median 5000
-  python -m ascend_rl.step_time --published        # every published time and what is predicted for it
 
 Starts nothing and writes nothing but the prediction. See docs/step_time.md.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a training script")
+    parser.add_argument("recipe", metavar="RECIPE", help="a training script")
     parser.add_argument("env_script", nargs="?", metavar="ENV_SCRIPT", help="environment of the run")
     parser.add_argument("overrides", nargs="*", metavar="HYDRA_OVERRIDE", help="as given to ray_start_npu.sh")
     parser.add_argument(
         "--median", type=real(1), default=MEDIAN, help=f"response tokens; default {MEDIAN:.0f}"
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--published", action="store_true", help="print the comparison as Markdown")
-    parser.add_argument("--lang", choices=("en", "zh"), default="en", help="of --published")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.published:
-        from ascend_rl.estimate.published_times import table  # it needs this module
-
-        print(table(arguments.lang), end="")
-        return 0
     try:
-        if not arguments.recipe:
-            raise CannotWork("give a training script, or --published")
         env = Path(arguments.env_script) if arguments.env_script else None
         run = dry_run.dry_run(Path(arguments.recipe), env, arguments.overrides, os.environ)
         if not run.module.startswith("verl"):

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ascend_rl.planning.die import DIES_PER_NODE, GIB, HBM_GIB, RESERVE_GIB
-from ascend_rl.planning.fsdp_memory import FsdpPlan, plan_fsdp
-from ascend_rl.planning.layouts import (
+from ascend_rl.estimate.die import DIES_PER_NODE, GIB, HBM_GIB, RESERVE_GIB
+from ascend_rl.estimate.fsdp_memory import FsdpPlan, plan_fsdp
+from ascend_rl.estimate.layouts import (
     Fsdp,
     Rollout,
     Training,
@@ -19,9 +19,9 @@ from ascend_rl.planning.layouts import (
     rollout_problems,
     training_problems,
 )
-from ascend_rl.planning.megatron_memory import TrainingPlan, plan_training, training_stages
-from ascend_rl.planning.rollout_memory import RolloutPlan, plan_rollout
-from ascend_rl.planning.tensors import worst_imbalance
+from ascend_rl.estimate.megatron_memory import TrainingPlan, plan_training, training_stages
+from ascend_rl.estimate.rollout_memory import RolloutPlan, plan_rollout
+from ascend_rl.estimate.tensors import worst_imbalance
 from ascend_rl.settings.model import Model
 
 

@@ -1,1 +1,0 @@
-"""What fits, worked out from the shapes of a model."""
