@@ -22,10 +22,7 @@ COMMANDS = {
 def run(name: str) -> int | None:
     """The command's exit status; Ctrl-C ends it without a traceback, during its imports too."""
     try:
-        command = importlib.import_module(f"ascend_rl.{COMMANDS[name][0]}").main
-        if name == "report":  # which stands on a lower floor than the estimates it shows
-            return command(importlib.import_module("ascend_rl.recipe.step_time").of_run)
-        return command()
+        return importlib.import_module(f"ascend_rl.{COMMANDS[name][0]}").main()
     except KeyboardInterrupt:
         return 130
 

@@ -255,7 +255,7 @@ WRITTEN = {
     "(options.output_dir / 'rehearsal.json').write_text(json.dumps(report, indent=1))",
     "recipe/report.py main: (run / 'report.html').write_text(page)",
     "recipe/report.py main: (run / 'report.json').write_text(as_json(report))",
-    "recipe/report.py plot: figure.savefig(file, dpi=110, format='png')",
+    "recipe/report_plots.py plot: figure.savefig(file, dpi=110, format='png')",
     # files that no evaluation wrote are refused before
     "recipe/evaluate.py Finished.__init__: path.open('ab')",
     "recipe/evaluate.py main: "

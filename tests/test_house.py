@@ -48,6 +48,41 @@ def rooms_used(room: str) -> dict[str, set[str]]:
     return used
 
 
+def modules() -> dict[str, Path]:
+    names = {
+        path: ".".join(path.relative_to(HOUSE.parent).with_suffix("").parts) for path in HOUSE.rglob("*.py")
+    }
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
+
+
+def circles(uses: dict[str, set[str]]) -> list[set[str]]:
+    """The strongly connected components of more than one node."""
+
+    def reached(start: str) -> set[str]:
+        found, new = set(), [start]
+        while new:
+            more = uses[new.pop()] - found
+            found |= more
+            new += more
+        return found
+
+    reach = {name: reached(name) for name in uses}
+    found = {frozenset({other for other in reach[name] if name in reach[other]}) for name in uses}
+    return [set(one) for one in found if len(one) > 1]
+
+
+def test_a_circle_is_found():
+    uses = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}}
+    assert circles(uses) == [{"b", "c"}]
+
+
+def test_no_modules_import_each_other():
+    """Nor in a circle, nor inside functions."""
+    known = modules()
+    assert len(known) > 100
+    assert circles({name: imported(path) & known.keys() - {name} for name, path in known.items()}) == []
+
+
 def test_the_plan_names_every_room_once():
     assert sorted(room for rooms in FLOORS.values() for room in rooms) == ROOMS
 

@@ -17,8 +17,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from ascend_rl.recipe import report, report_page
-from ascend_rl.recipe.step_time import of_run
+from ascend_rl.recipe import report, report_figures, report_page, report_plots
 
 LENGTHS = ("min", "p10", "p25", "p75", "p90", "max")  # in their order
 VAL = "val-aux/tiny/addition/reward/mean@1"
@@ -69,7 +68,7 @@ def run(tmp_path) -> Path:
 
 
 def figures(directory: Path, wall_s: float | None = None) -> dict:
-    return report.summarise(report.read_metrics(directory / "metrics.jsonl"), wall_s)
+    return report_figures.summarise(report_figures.read_metrics(directory / "metrics.jsonl"), wall_s)
 
 
 def command(*arguments) -> subprocess.CompletedProcess:
@@ -83,10 +82,16 @@ def command(*arguments) -> subprocess.CompletedProcess:
 
 
 def test_metrics_are_read(run):
-    rows = report.read_metrics(run / "metrics.jsonl")
+    rows = report_figures.read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
-    assert report.series(rows, "response_length/mean") == ([1, 2, 3, 4, 5, 6], [5.0, 6.0, 7.0, 8.0, 9.0, 9.5])
-    assert report.validation(rows) == ([0, 6], [0.25, 0.5])  # the mean over data sources; acc is not a reward
+    assert report_figures.series(rows, "response_length/mean") == (
+        [1, 2, 3, 4, 5, 6],
+        [5.0, 6.0, 7.0, 8.0, 9.0, 9.5],
+    )
+    assert report_figures.validation(rows) == (
+        [0, 6],
+        [0.25, 0.5],
+    )  # the mean over data sources; acc is not a reward
 
 
 def test_a_run_that_was_started_again_is_one_run(tmp_path):
@@ -101,13 +106,13 @@ def test_a_run_that_was_started_again_is_one_run(tmp_path):
     (tmp_path / "metrics.2.jsonl").write_text(lines([{"step": 3, "data": again}, *second]))
     (tmp_path / "metrics.10.jsonl").write_text(lines(third))
     (tmp_path / "metrics.jsonl").write_text("")
-    found = report.read_metrics(tmp_path / "metrics.jsonl")
+    found = report_figures.read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in found] == [0, 1, 2, 3, 3, 4, 5, 6]
     # A start from the beginning is another run.
     (tmp_path / "metrics.jsonl").write_text(lines(rows[:3]))
-    assert [row["step"] for row in report.read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert [row["step"] for row in report_figures.read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     (tmp_path / "metrics.jsonl").write_text(lines(rows[1:3]))  # it does not validate first
-    assert [row["step"] for row in report.read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in report_figures.read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +180,7 @@ def with_engines() -> list[dict]:
 def test_what_engines_say_is_in_the_table_and_in_pictures(tmp_path):
     """And says nothing where they do not."""
     run, plain = write(tmp_path / "a", with_engines()), write(tmp_path / "b", records())
-    table = dict(report.lines(figures(run)))
+    table = dict(report_figures.lines(figures(run)))
     assert {name: table.get(name) for name in (
         "KV cache use, highest of a step", "preemptions a step", "drafted tokens that were accepted",
         "engine steps that replay a graph", "MFU of the update", "MFU of old log-probs", "MFU of the rollout",
@@ -184,7 +189,7 @@ def test_what_engines_say_is_in_the_table_and_in_pictures(tmp_path):
         "drafted tokens that were accepted": "40%", "engine steps that replay a graph": "95%",
         "MFU of the update": "33.0%", "MFU of old log-probs": None, "MFU of the rollout": "4.0%",
     }  # fmt: skip
-    assert set(table) > set(dict(report.lines(figures(plain))))
+    assert set(table) > set(dict(report_figures.lines(figures(plain))))
     result = command(run, plain, "--html")
     assert (result.returncode, result.stderr) == (0, "")
     page = Page((run / "report.html").read_text())
@@ -195,11 +200,11 @@ def test_what_engines_say_is_in_the_table_and_in_pictures(tmp_path):
 def test_drawn_are_the_ranges_of_requests_and_only_what_is_there(tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 
-    rows = report.read_metrics(write(tmp_path, with_engines()) / "metrics.jsonl")
+    rows = report_figures.read_metrics(write(tmp_path, with_engines()) / "metrics.jsonl")
     for row in rows:
         row.pop("rollout/graph_share", None)
     monkeypatch.setattr(plt, "close", lambda figure: None)  # to look at what was drawn
-    report.plot([("a", rows)], tmp_path / "report.png", report.of_engines(rows))
+    report_plots.plot([("a", rows)], tmp_path / "report.png", report_plots.of_engines(rows))
     usage, preempted, requests, mfu, drafts, nothing = plt.gcf().axes
     monkeypatch.undo()
     assert usage.lines[0].get_ydata().tolist() == list(ENGINES["rollout/kv_cache_usage/max"])
@@ -209,7 +214,10 @@ def test_drawn_are_the_ranges_of_requests_and_only_what_is_there(tmp_path, monke
     assert [text.get_text() for text in mfu.get_legend().get_texts()] == ["the update", "the rollout"]
     assert drafts.lines and not nothing.get_visible()
     plt.close("all")
-    assert report.of_engines(report.read_metrics(write(tmp_path, records()) / "metrics.jsonl")) == []
+    assert (
+        report_plots.of_engines(report_figures.read_metrics(write(tmp_path, records()) / "metrics.jsonl"))
+        == []
+    )
 
 
 RECIPE = "internal/train_grpo_qwen3_235b_128die_true_weight.sh"
@@ -240,17 +248,17 @@ def big(tmp_path, root, monkeypatch) -> Path:
 
 
 def test_what_was_predicted_stands_next_to_what_was_measured(big, monkeypatch):
-    rows = report.read_metrics(big / "metrics.jsonl")
-    found = report.predicted(big, rows, of_run)
+    rows = report_figures.read_metrics(big / "metrics.jsonl")
+    found = report_figures.predicted(big, rows)
     assert found["step"] == pytest.approx(sum(value for name, value in found.items() if name != "step"))
     assert set(found) == {"step", "rollout", "reference log-prob", "update", "weight sync and offload"}
-    table = dict(report.lines(report.summarise(rows, None, found)))
+    table = dict(report_figures.lines(report_figures.summarise(rows, None, found)))
     assert table["predicted: rollout (s)"] == f"{found['rollout']:.0f}"
     for row in rows[1:]:
         row["response_length/mean"] = 4000.0
-    assert report.predicted(big, rows, of_run)["update"] < 0.7 * found["update"]  # for the run's own lengths
+    assert report_figures.predicted(big, rows)["update"] < 0.7 * found["update"]  # for the run's own lengths
     monkeypatch.setenv("SMOKE", "1")  # as if the run had not been a rehearsal, but this is one
-    assert report.predicted(big, rows, of_run) == {}
+    assert report_figures.predicted(big, rows) == {}
 
 
 @pytest.mark.parametrize("change", ["trainer.device=cpu", "algorithm.adv_estimator=gae", "missing"])
@@ -260,7 +268,7 @@ def test_no_prediction_for_another_run(big, change):
         words.unlink()
     else:
         words.write_text(json.dumps([*json.loads(words.read_text()), change]))
-    assert report.predicted(big, report.read_metrics(big / "metrics.jsonl"), of_run) == {}
+    assert report_figures.predicted(big, report_figures.read_metrics(big / "metrics.jsonl")) == {}
 
 
 def test_figures_of_one_step(tmp_path):
@@ -302,7 +310,7 @@ def test_nan_is_not_lost(tmp_path, position):
     rows[position]["data"]["training/rollout_probs_diff_max"] = None
     found = figures(write(tmp_path, rows))
     assert math.isnan(found["max_rollout_probs_diff"])
-    assert len(report.shortfalls(found, 0, 1.0)) == 1
+    assert len(report_figures.shortfalls(found, 0, 1.0)) == 1
 
 
 def test_the_report_of_a_run_with_nan_is_json(tmp_path):
@@ -322,25 +330,28 @@ def test_the_report_of_a_run_with_nan_is_json(tmp_path):
 
 def test_shortfalls(run):
     found = figures(run)
-    assert report.shortfalls(found, 0, None) == []
-    assert report.shortfalls(found, 0.5, 9e-6) == []
-    assert report.shortfalls(found, 0.55, 1e-5) == ["val_reward is 0.500, expected at least 0.55"]
-    both = report.shortfalls(found, 0.7, None)
+    assert report_figures.shortfalls(found, 0, None) == []
+    assert report_figures.shortfalls(found, 0.5, 9e-6) == []
+    assert report_figures.shortfalls(found, 0.55, 1e-5) == ["val_reward is 0.500, expected at least 0.55"]
+    both = report_figures.shortfalls(found, 0.7, None)
     assert [problem.split()[0] for problem in both] == ["final_reward", "val_reward"]
-    (gap,) = report.shortfalls(found, 0, 8e-6)
+    (gap,) = report_figures.shortfalls(found, 0, 8e-6)
     assert "differ by 9e-06, expected at most 8e-06" in gap
-    assert report.shortfalls(found | {"val_reward": None}, 0.55, None) == []
-    assert len(report.shortfalls(found | {"max_rollout_probs_diff": None}, 0, 1.0)) == 1
-    assert len(report.shortfalls(found | {"final_reward": math.nan, "val_reward": math.nan}, 0.1, None)) == 2
+    assert report_figures.shortfalls(found | {"val_reward": None}, 0.55, None) == []
+    assert len(report_figures.shortfalls(found | {"max_rollout_probs_diff": None}, 0, 1.0)) == 1
+    assert (
+        len(report_figures.shortfalls(found | {"final_reward": math.nan, "val_reward": math.nan}, 0.1, None))
+        == 2
+    )
 
 
 def test_table(run):
-    rows = [line.strip().split("  ") for line in report.table(figures(run, 123.4)).splitlines()]
+    rows = [line.strip().split("  ") for line in report_figures.table(figures(run, 123.4)).splitlines()]
     lines = {row[0]: row[-1].strip() for row in rows}
     assert lines["training steps"] == "6" and lines["median step (s)"] == "1.700"
     assert lines["reward, mean of the last 5 steps"] == "0.600" and lines["whole run (s)"] == "123"
     assert lines["largest rollout/trainer probability gap"] == "9.0e-06"
-    assert report.table(figures(run)).splitlines()[-1].split()[-1] == "-"
+    assert report_figures.table(figures(run)).splitlines()[-1].split()[-1] == "-"
 
 
 def picture(path: Path) -> np.ndarray:
@@ -354,7 +365,7 @@ def test_command_writes_report_and_picture(run):
     result = command(run, "--wall", 123, "--min-reward", 0.5, "--max-probs-diff", 1e-5)
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads((run / "report.json").read_text()) == figures(run, 123.0)
-    assert report.table(figures(run, 123.0)) in result.stdout
+    assert report_figures.table(figures(run, 123.0)) in result.stdout
     assert str(run / "report.png") in result.stdout and str(run / "report.json") in result.stdout
     picture(run / "report.png")
 
@@ -378,9 +389,9 @@ def test_command_draws_the_compared_run(run, tmp_path):
 def test_drawn_are_all_curves_of_all_runs(run, tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 
-    rows = report.read_metrics(run / "metrics.jsonl")
+    rows = report_figures.read_metrics(run / "metrics.jsonl")
     monkeypatch.setattr(plt, "close", lambda figure: None)  # to look at what was drawn
-    report.plot([("a", rows), ("a", rows[:4])], tmp_path / "report.png")
+    report_plots.plot([("a", rows), ("a", rows[:4])], tmp_path / "report.png")
     reward, length, clipped, times = plt.gcf().axes
     monkeypatch.undo()
     assert [len(line.get_xdata()) for line in reward.lines] == [6, 2, 3, 1]
@@ -397,11 +408,11 @@ def test_drawn_is_how_lengths_are_distributed(run, tmp_path, monkeypatch):
     """Of each step all responses, 80% and half of them, where the run says it."""
     import matplotlib.pyplot as plt
 
-    rows = report.read_metrics(run / "metrics.jsonl")
+    rows = report_figures.read_metrics(run / "metrics.jsonl")
     for row in rows[2:]:
         row |= {f"response_length/{name}": row["step"] + shift for shift, name in enumerate(LENGTHS)}
     monkeypatch.setattr(plt, "close", lambda figure: None)  # to look at what was drawn
-    report.plot([("a", rows)], tmp_path / "report.png")
+    report_plots.plot([("a", rows)], tmp_path / "report.png")
     bands = [band.get_paths()[0].get_extents() for band in plt.gcf().axes[1].collections]
     monkeypatch.undo()
     assert [(band.x0, band.x1) for band in bands] == [(2, 6)] * 3
@@ -433,7 +444,7 @@ def test_evaluations_are_in_the_table_and_in_the_picture(run, tmp_path, monkeypa
     assert shown["evaluated: aime avg@1"].strip() == "0.100"
     assert not {"evaluated: val pass@2", "evaluated: val avg@1", "evaluated: aime pass@1"} & shown.keys()
     monkeypatch.setattr(plt, "close", lambda figure: None)  # to look at what was drawn
-    report.plot([("a", report.read_run(run))], tmp_path / "report.png")
+    report_plots.plot([("a", report_figures.read_run(run))], tmp_path / "report.png")
     drawn = {line.get_label(): line.get_xydata().tolist() for line in plt.gcf().axes[0].lines}
     monkeypatch.undo()
     assert drawn["a, val avg@4"] == [[0, 0.25], [20, 0.5], [100, 0.75]]
@@ -641,9 +652,9 @@ def test_warnings_of_what_changes_over_a_run():
 def test_steps_are_integers_in_the_pictures(run, tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 
-    rows = report.read_metrics(run / "metrics.jsonl")[:4]
+    rows = report_figures.read_metrics(run / "metrics.jsonl")[:4]
     monkeypatch.setattr(plt, "close", lambda figure: None)  # to look at what was drawn
-    report.plot([("a", rows)], tmp_path / "report.png", report.SUMMARY + report.DETAILS)
+    report_plots.plot([("a", rows)], tmp_path / "report.png", report_plots.SUMMARY + report_plots.DETAILS)
     axes = plt.gcf().axes
     monkeypatch.undo()
     assert len(axes) == 8 and all(float(tick).is_integer() for each in axes for tick in each.get_xticks())
@@ -674,7 +685,7 @@ def test_any_figure_may_be_odd(tmp_path, monkeypatch, value, chosen):
             row["data"].pop(key) if value is ABSENT else row["data"].update({key: value})
     monkeypatch.setattr(sys, "argv", ["report", str(write(tmp_path, rows)), "--html"])
     with contextlib.suppress(SystemExit) if not chosen else contextlib.nullcontext():  # its reward is too low
-        report.main(of_run)
+        report.main()
     json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
     picture(tmp_path / "report.png")
 
@@ -682,9 +693,11 @@ def test_any_figure_may_be_odd(tmp_path, monkeypatch, value, chosen):
 @pytest.mark.parametrize("name", ["a$b$c", "$\\frac", "_hidden", "x" * 200, "{}%s<&>"])
 def test_a_run_may_have_any_name(tmp_path, monkeypatch, name):
     monkeypatch.setattr(sys, "argv", ["report", str(write(tmp_path / name, records())), "--html"])
-    report.main(of_run)
+    report.main()
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    report.plot([(name, report.read_metrics(tmp_path / name / "metrics.jsonl"))], tmp_path / "x.png")
+    report_plots.plot(
+        [(name, report_figures.read_metrics(tmp_path / name / "metrics.jsonl"))], tmp_path / "x.png"
+    )
     labels = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
     assert len(labels) == 2 and all(name in label for label in labels)

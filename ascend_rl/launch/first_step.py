@@ -22,10 +22,11 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from ascend_rl.settings.metrics import GAP_MEAN, LOG_GAP
+
 FLOAT32_LIMIT, LIMIT = 1e-4, 0.05
 LOG_FACTOR = 5  # a log-prob differs by more than its probability
 TOP_K_MARGIN = 0.05  # nats: 50 tokens keep more than 0.95
-PROBABILITIES, LOG_PROBS = "training/rollout_probs_diff_mean", "rollout_corr/log_ppl_abs_diff"
 CAUSES = """Likely causes, the most frequent first:
   - other weights in the rollout: a checkpoint converted for another layout (USE_ALLTOALL_OVERLAP), or
     model.path and dist_checkpointing_path of different models; see docs/weights.md and docs/converter.md
@@ -54,20 +55,20 @@ def limit_for(config_file: Path) -> float:
 def judge(row: dict, limit: float) -> tuple[bool, str]:
     """Whether the run may go on, and a sentence.
 
-    >>> judge({PROBABILITIES: 0.004}, 0.05)
+    >>> judge({GAP_MEAN: 0.004}, 0.05)
     (True, 'rollout and trainer agree: probability gap 4.0e-03 (limit 0.05)')
-    >>> judge({PROBABILITIES: 0.4}, 0.05)[0], judge({PROBABILITIES: None}, 0.05)[0], judge({}, 0.05)[0]
+    >>> judge({GAP_MEAN: 0.4}, 0.05)[0], judge({GAP_MEAN: None}, 0.05)[0], judge({}, 0.05)[0]
     (False, False, True)
     """
-    key = next((key for key in (PROBABILITIES, LOG_PROBS) if key in row), None)
+    key = next((key for key in (GAP_MEAN, LOG_GAP) if key in row), None)
     if key is None:
         return (
             True,
             "rollout and trainer were not compared: set actor_rollout_ref.rollout.calculate_log_probs=True",
         )
     gap = math.nan if row[key] is None else row[key]  # verl writes NaN as null
-    what = "probability" if key == PROBABILITIES else "log-prob"
-    limit *= LOG_FACTOR if key == LOG_PROBS else 1
+    what = "probability" if key == GAP_MEAN else "log-prob"
+    limit *= LOG_FACTOR if key == LOG_GAP else 1
     agree = gap <= limit
     verdict = "agree" if agree else "do not agree at the first step"
     return (

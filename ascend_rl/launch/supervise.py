@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ascend_rl.launch.progress import Line, Metrics, clock, state, unless_gone
+from ascend_rl.launch.status_line import Line, Metrics, clock, state, unless_gone
 from ascend_rl.rollout.rollout_progress import TERMINAL
 from ascend_rl.settings.logs import LogFile
 from ascend_rl.settings.numbers import real

@@ -30,7 +30,8 @@ from ascend_rl.lint.engines import plan_of
 from ascend_rl.lint.setup import ROLLOUT, VLLM, Setup
 from ascend_rl.lint.verl_config import Resolved
 from ascend_rl.process.counts import COUNTED, counted
-from ascend_rl.recipe.report import read_metrics
+from ascend_rl.recipe.report_figures import read_metrics
+from ascend_rl.settings.metrics import GAP_MAX
 from ascend_rl.settings.numbers import whole
 
 # What counts as a sign of a feature: (what it is, where it is counted, names).
@@ -65,8 +66,8 @@ METRICS = (
     "hdp/",
     "timing_s/data_rebalance/",
     "timing_s/rollout_rebalance/",
+    "training/rollout_probs_diff_",
 )
-PROBS_DIFF = "training/rollout_probs_diff_"
 CORRECTION = "rollout_corr/"
 GAP_BAR = 1e-5  # in float32, whose rounding gives about 1e-6
 
@@ -129,7 +130,7 @@ def gap(rows: list[dict], rollout: dict) -> dict:
         return max((of(row[key]) for row in rows for key in keys if row.get(key) is not None), default=None)
 
     found = {
-        "probability": largest(f"{PROBS_DIFF}max"),
+        "probability": largest(GAP_MAX),
         "log_prob": largest(
             f"{CORRECTION}rollout_is_max",
             f"{CORRECTION}rollout_is_min",
@@ -337,7 +338,7 @@ def main() -> None:
         "planned_mb": planned(config),
         "features": counted(options.output_dir / "record/counts"),
         "gap": gap(rows, rollout),
-        "metrics": {key: last[key] for key in last if key.startswith((PROBS_DIFF, *METRICS))},
+        "metrics": {key: last[key] for key in last if key.startswith(METRICS)},
     }
     (options.output_dir / "rehearsal.json").write_text(json.dumps(report, indent=1))
     show(options.script, report)

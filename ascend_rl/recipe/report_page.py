@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from ascend_rl.recipe import report
+from ascend_rl.recipe import report_figures, report_plots
+from ascend_rl.recipe.report_figures import FINAL_STEPS
+from ascend_rl.settings.metrics import ENTROPY, GAP_MAX, GAP_MEAN, PREEMPTED, REWARD
 
 STYLE = """body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left}
@@ -67,7 +69,7 @@ def warnings(rows: Sequence[dict], settings: Sequence[str]) -> Iterator[str]:
         rows: of read_metrics.
         settings: Hydra overrides, to suggest no switch that is on.
     """
-    steps = [row for row in rows if report.REWARD in row]
+    steps = [row for row in rows if REWARD in row]
     steps = steps[1:] or steps  # the first one warms up
 
     def ratio(part: str, whole: str) -> float:
@@ -100,30 +102,29 @@ def warnings(rows: Sequence[dict], settings: Sequence[str]) -> Iterator[str]:
             f"old log-probs are {share('old_log_prob'):.0%} of a step; with one update a step they are not "
             "needed: actor.recompute_old_log_prob=False (docs/old_log_prob.md)"
         )
-    if (preempted := median(steps, report.PREEMPTED)) > 0:
+    if (preempted := median(steps, PREEMPTED)) > 0:
         yield (
             f"{preempted:.0f} times in a step a request is preempted, and computed again: raise "
             "rollout.gpu_memory_utilization or lower rollout.max_num_seqs (docs/memory_plan.md)"
         )
-    if (cut := median(steps[-report.FINAL_STEPS :], "response_length/clip_ratio")) > 0.1:
+    if (cut := median(steps[-FINAL_STEPS:], "response_length/clip_ratio")) > 0.1:
         yield f"{cut:.0%} of the last responses are cut at data.max_response_length, and mostly score 0"
     if (batches := median(steps, "dapo/num_gen_batches")) > 3:
         yield f"a step needs {batches:.0f} generation batches to fill its groups: see docs/dapo.md"
-    early, late = steps[: report.FINAL_STEPS], steps[-report.FINAL_STEPS :]
-    if len(steps) >= 4 * report.FINAL_STEPS:
-        if median(late, "actor/entropy") < 0.1 * median(early, "actor/entropy"):
+    early, late = steps[:FINAL_STEPS], steps[-FINAL_STEPS:]
+    if len(steps) >= 4 * FINAL_STEPS:
+        if median(late, ENTROPY) < 0.1 * median(early, ENTROPY):
             yield "entropy fell to less than a tenth: look at validation, the policy may have collapsed"
-        gap = "training/rollout_probs_diff_mean"
-        if median(late, gap) > 3 * median(early, gap):
+        if median(late, GAP_MEAN) > 3 * median(early, GAP_MEAN):
             yield "the rollout/trainer probability gap tripled: see docs/launch.md for likely causes"
-    for key in ("actor/grad_norm", report.PROBS_DIFF, report.REWARD):
+    for key in ("actor/grad_norm", GAP_MAX, REWARD):
         if bad := [row["step"] for row in rows if key in row and math.isnan(row[key])]:
             yield f"{key} is not a number in step {', '.join(map(str, bad[:5]))}"
 
 
 def picture(runs: list[tuple[str, list[dict]]], panels: Sequence, title: str) -> str:
     file = io.BytesIO()
-    report.plot(runs, file, panels)
+    report_plots.plot(runs, file, panels)
     return f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
 
 
@@ -149,10 +150,13 @@ def page(
     names = [directory.resolve().name for directory in directories]
     runs = list(zip(names, rows, strict=True))
     walls = [(wall_s, prediction)] + [(None, None)] * (len(names) - 1)
-    columns = [dict(report.lines(report.summarise(of, *more))) for of, more in zip(rows, walls, strict=True)]
+    columns = [
+        dict(report_figures.lines(report_figures.summarise(of, *more)))
+        for of, more in zip(rows, walls, strict=True)
+    ]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     found = list(warnings(rows[0], sum(overrides(directories[0]), [])))
-    changed, engines = difference(directories[0]), report.of_engines(rows[0])
+    changed, engines = difference(directories[0]), report_plots.of_engines(rows[0])
     parts = [
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width">',  # phones lay out for a desk otherwise
@@ -162,8 +166,8 @@ def page(
         *(f'<p class="warning">{escape(text)}</p>' for text in found or ["none"]),
         "<h2>Figures</h2>",
         grid("figures", ["", *names], [[key, *(column.get(key, "-") for column in columns)] for key in keys]),
-        picture(runs, report.SUMMARY, "reward, response length, clipped share, step time"),
-        picture(runs, report.DETAILS, "probability gap, throughput, entropy, KL"),
+        picture(runs, report_plots.SUMMARY, "reward, response length, clipped share, step time"),
+        picture(runs, report_plots.DETAILS, "probability gap, throughput, entropy, KL"),
         picture(runs, engines, "KV cache, preemptions, requests, MFU, drafts, graphs") if engines else "",
         "<h2>Difference to the recipe</h2>",
         grid("changed", ["key", "recipe", "this run"], changed) if changed else "<p>none</p>",

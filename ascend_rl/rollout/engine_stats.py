@@ -17,10 +17,18 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from ascend_rl.rollout.servers import server_of
+from ascend_rl.settings.metrics import (
+    ACCEPTANCE,
+    GRAPH_SHARE,
+    MFU_LOG_PROBS,
+    MFU_ROLLOUT,
+    MFU_UPDATE,
+    PREEMPTED,
+    REQUESTS,
+    USAGE,
+)
 
 PREFIX = "rollout/"
-USAGE, PREEMPTED = "rollout/kv_cache_usage/max", "rollout/num_preempted"
-ACCEPTANCE, GRAPH_SHARE = "rollout/spec_acceptance", "rollout/graph_share"
 # metric: (counts that it is the quotient of); counts can be added over generation batches of a step.
 QUOTIENTS = {
     ACCEPTANCE: ("rollout/accepted", "rollout/drafted"),
@@ -129,7 +137,7 @@ def merged(servers: Sequence[dict[str, Any]]) -> dict[str, float]:
         engines = server.get("requests", {})
         for engine, requests in sorted(engines.items()):
             name = f"{index}.{engine}" if len(engines) > 1 else index
-            found[f"{PREFIX}requests/{name}/max"] = requests
+            found[f"{REQUESTS}{name}/max"] = requests
     return found
 
 
@@ -166,8 +174,8 @@ def step_metrics(
         parts, all_of = found.pop(part, 0), found.pop(whole, 0)
         if all_of:
             found[share] = parts / all_of
-    forward_s = metrics.get("perf/mfu/actor", 0) * timing.get("update_actor", 0) * FORWARD / epochs
-    for name, phase in (("perf/mfu/rollout", "gen"), ("perf/mfu/actor_infer", "old_log_prob")):
+    forward_s = metrics.get(MFU_UPDATE, 0) * timing.get("update_actor", 0) * FORWARD / epochs
+    for name, phase in ((MFU_ROLLOUT, "gen"), (MFU_LOG_PROBS, "old_log_prob")):
         if forward_s and timing.get(phase) and not metrics.get(name):  # verl's own may say 0: unknown
             found[name] = forward_s / timing[phase]
     return found

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ascend_rl.recipe.report import read_part
+from ascend_rl.recipe.report_figures import read_part
 
 # Steps 1-3 fit. Then the disk is full, until step 200.
 TRAIN = """

@@ -18,10 +18,18 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from ascend_rl.launch.first_step import LOG_PROBS, PROBABILITIES
-from ascend_rl.rollout.engine_stats import PREEMPTED, USAGE
+from ascend_rl.settings.metrics import (
+    GAP_MEAN,
+    LENGTH,
+    LOG_GAP,
+    PREEMPTED,
+    REWARD,
+    SHOWN,
+    SPEED,
+    UNFILTERED,
+    USAGE,
+)
 
-REWARD, UNFILTERED = "critic/rewards/mean", "dapo/reward_before_filter/mean"
 LATEST = 5  # steps whose median predicts the next one
 FILE_PERIOD_S, TERMINAL_PERIOD_S = 10.0, 0.25
 
@@ -61,16 +69,16 @@ class Metrics:
     def figures(self) -> list[str]:
         """Reward, response length, probability gap, speed, KV cache of the newest step, where it has them."""
         row = self.steps[-1] if self.steps else {}
-        usage, preempted = row.get(USAGE, 0), row.get(PREEMPTED, 0)
-        shown = (
-            ("reward {:.2f}", row.get(UNFILTERED, row.get(REWARD))),
-            ("length {:.0f}", row.get("response_length/mean")),
-            ("gap {:.0e}", row.get(PROBABILITIES, row.get(LOG_PROBS))),
-            ("{:.0f} tok/s/die", row.get("perf/throughput")),
-            ("KV {:.0%}", usage if usage > 0 else None),
-            ("{:.0f} preempted", preempted if preempted > 0 else None),
-        )
-        return [text.format(value) for text, value in shown if value is not None and math.isfinite(value)]
+        found = {
+            REWARD: row.get(UNFILTERED, row.get(REWARD)),
+            LENGTH: row.get(LENGTH),
+            GAP_MEAN: row.get(GAP_MEAN, row.get(LOG_GAP)),
+            SPEED: row.get(SPEED),
+            USAGE: row.get(USAGE) or None,
+            PREEMPTED: row.get(PREEMPTED) or None,
+        }
+        shown = {key: value for key, value in found.items() if value is not None and math.isfinite(value)}
+        return [SHOWN[key].brief.format(value) for key, value in shown.items()]
 
 
 def clock(seconds: float) -> str:
