@@ -70,7 +70,6 @@ def test_a_fix_that_is_a_command_line_is_pasted():
         "tiny",
         "evaluate",
         "export",
-        "lint.roll",
     ],
 )
 def test_help_has_two_examples_and_says_what_is_written(module):

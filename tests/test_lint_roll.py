@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from ascend_rl.lint.lint import lint as lint_script
-from ascend_rl.lint.roll import CONF, OURS, ROLL, check_launch, compose, devices, lint, unknown_keys
+from ascend_rl.lint.roll import CONF, ROLL, RULES, Setup, compose, devices, launch, lint, unknown_key
 from ascend_rl.settings.switch import CannotWork
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +62,7 @@ def test_scripts_start_their_recipe(name):
     run = json.loads(result.stdout)
     assert (run["module"], run["args"]) == ("ascend_rl.launch.start_roll", [name, "max_steps=2"])
     assert compose(run["args"][0], run["args"][1:])["max_steps"] == 2
-    assert lint(compose(name), environ=run["env"]) == []
+    assert lint(compose(name), env=run["env"]) == []
 
 
 # Mistakes: overrides, and what must be found; nothing else may be.
@@ -72,7 +73,7 @@ MISTAKES = [
     (RLVR, ["actor_train.device_mapping='[0,1,2,3,4,5,6,6]'"], "error roll.device_mapping"),
     (RLVR, ["actor_train.device_mapping=\"__import__('os').getcwd()\""], "error roll.device_mapping"),
     (RLVR, ["reference.device_mapping=null"], "error roll.reference"),
-    (RLVR, ["+init_kl_coef=0"], "info roll.reference"),
+    (RLVR, ["+init_kl_coef=0"], "info roll.reference_unused"),
     (AGENTIC, ["init_kl_coef=0.1"], "error roll.reference"),
     (
         AGENTIC,
@@ -86,14 +87,14 @@ MISTAKES = [
     (RLVR, ["resources.npus_per_node=8"], "error roll.nodes"),
     (TWO_NODES, ["resources.nodes=3"], "error roll.nodes"),
     (RLVR, [f"+{VLLM}.tensor_parallel_size=3"], "error roll.world_size"),
-    (TWO_NODES, ["resources=2x8_spread", f"+{VLLM}.tensor_parallel_size=8"], "warning roll.world_size"),
+    (TWO_NODES, ["resources=2x8_spread", f"+{VLLM}.tensor_parallel_size=8"], "warning roll.engine_nodes"),
     (RLVR, ["actor_train.strategy_args.strategy_name=megatron_train"], "error roll.strategy"),
     (RLVR, ["actor_train.strategy_args.strategy_name=fsdp2_train"], "error roll.strategy"),
     (RLVR, ["reference.strategy_args.strategy_name=megatron_infer"], "error roll.strategy"),
-    (RLVR, ["deepspeed.zero_optimization.stage=2"], "warning roll.strategy"),
+    (RLVR, ["deepspeed.zero_optimization.stage=2"], "warning roll.zero_stage"),
     (RLVR, ["actor_train.model_args.attn_implementation=flash_attn"], "error roll.attention"),
     (RLVR, ["actor_train.training_args.gradient_accumulation_steps=24"], "error roll.batch"),
-    (AGENTIC, ["rollout_batch_size=1000"], "warning roll.batch"),
+    (AGENTIC, ["rollout_batch_size=1000"], "warning roll.batch_adjusted"),
     (AGENTIC, ["train_env_manager.num_groups_partition=[100]"], "error roll.batch"),
     (AGENTIC, ["val_batch_size=1000"], "error roll.batch"),
     (RLVR, [f"{VLLM}.max_model_len=8000"], "error roll.length"),  # as published: 2048 + 8192 do not fit
@@ -107,15 +108,25 @@ MISTAKES = [
         ],  # as published
         "error roll.variable",
     ),
-    (RLVR, ["actor_infer.system_envs.TASK_QUEUE_ENABLE='2'"], "warning roll.variable"),
+    (RLVR, ["actor_infer.system_envs.TASK_QUEUE_ENABLE='2'"], "warning roll.task_queue"),
     (RLVR, ["+system_envs.OMP_NUM_THREADS=1"], "error roll.variable"),
-    (RLVR, ["+system_envs.NPU_MEMORY_FRACTION='0.96'"], "info roll.variable"),
+    (RLVR, ["+system_envs.NPU_MEMORY_FRACTION='0.96'"], "info roll.unread"),
     (RLVR, ["+system_envs.VLLM_ASCEND_ENABLE_NZ='1'"], "error roll.variable"),
     (TWO_NODES, ["actor_train.data_args.domain_interleave_probs.math_rule=0.6"], "error roll.reward"),
     (TWO_NODES, ["~rewards.code_sandbox"], "error roll.reward"),
+    (RLVR, ["+rewards.unused.tag_included=[unused]"], "warning roll.reward_unused"),
     (TWO_NODES, ["rewards.code_sandbox.tag_included=[KodCode,aime]"], "error roll.reward"),
     (RLVR, ["actor_train.data_args.file_name=/none/data.jsonl"], "warning roll.data"),
 ]
+
+
+def test_every_rule_has_a_mistake_and_is_documented():
+    elsewhere = {"roll.launch", "roll.unknown_key"}
+    assert {rule.id for rule in RULES} == {expected.split()[1] for *_, expected in MISTAKES} | elsewhere
+    assert [f"roll.{rule.find.__name__}" for rule in RULES] == [rule.id for rule in RULES]
+    for page in ("roll.md", "roll.zh.md"):
+        documented = set(re.findall(r"`(roll\.\w+)`", (ROOT / "docs" / page).read_text()))
+        assert {rule.id for rule in RULES} <= documented
 
 
 @pytest.mark.parametrize("name, overrides, expected", MISTAKES, ids=[" ".join(m[1]) for m in MISTAKES])
@@ -186,8 +197,11 @@ def test_batches_against_what_roll_does():
     ],
 )
 def test_rank_variables(nodes, environ, wrong):
-    found = list(check_launch({"resources": {"nodes": nodes}}, environ))
-    assert [finding.where for finding in found] == ([wrong] if wrong else [])
+    config = {"resources": {"nodes": nodes}}
+    assert [hit[0] for hit in launch(Setup(config, env=environ, starting=object))] == (
+        [wrong] if wrong else []
+    )
+    assert not list(launch(Setup(config, env=environ)))
 
 
 def test_unknown_keys():
@@ -208,9 +222,9 @@ def test_unknown_keys():
         "pipeline": "rlvr",
         "rewards": {"math": {"attn_implementation": 1, "x": 1}},
     }
-    findings = list(unknown_keys(config, Outer, known=OURS))
-    assert [finding.where for finding in findings] == ["model_args.attn_implementatoin", "rewards.math.x"]
-    assert findings[0].fix == "did you mean attn_implementation?"
+    hits = list(unknown_key(Setup(config, starting=Outer)))
+    assert [hit[0] for hit in hits] == ["model_args.attn_implementatoin", "rewards.math.x"]
+    assert hits[0][2] == "did you mean attn_implementation?"
 
 
 # With ROLL's sources. One process: importing its configuration takes seconds.
@@ -218,8 +232,8 @@ def test_unknown_keys():
 CHECK = """
 import json, logging, sys
 from ascend_rl.lint.lint import lint as lint_script
-from ascend_rl.lint.roll import compose
-from ascend_rl.launch.start_roll import PIPELINES, check_keys, load
+from ascend_rl.lint.roll import Setup, compose, unknown_key
+from ascend_rl.launch.start_roll import PIPELINES, load
 from dacite import from_dict
 from roll.platforms import current_platform
 logging.disable(logging.INFO)
@@ -227,9 +241,10 @@ type(current_platform).device_count = lambda self: shown  # the NPUs that a node
 result = []
 for name, overrides, shown in json.loads(sys.argv[1]):
     config = compose(name, overrides)
-    built = {"unknown": [[f.where, f.fix] for f in check_keys(config)]}
+    kind = load(PIPELINES[config["pipeline"]][0])
+    built = {"unknown": [hit[:2] for hit in unknown_key(Setup(config, starting=kind))]}
     try:
-        settings = from_dict(load(PIPELINES[config["pipeline"]][0]), config)
+        settings = from_dict(kind, config)
         built |= {"nodes": settings.num_nodes, "train": settings.actor_train.world_size,
                   "infer": settings.actor_infer.world_size, "reference": settings.enable_reference}
     except Exception as error:

@@ -17,12 +17,11 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 
 from rich.console import Console
 
-from ascend_rl.lint.findings import Finding, render
-from ascend_rl.lint.roll import OURS, ROLL, check_launch, compose, lint, unknown_keys
+from ascend_rl.lint.findings import render
+from ascend_rl.lint.roll import compose, lint
 
 PIPELINES = {
     "rlvr": ("roll.pipeline.rlvr.rlvr_config:RLVRConfig", "roll.pipeline.rlvr.rlvr_pipeline:RLVRPipeline"),
@@ -39,15 +38,6 @@ def load(name: str) -> type:
     return getattr(importlib.import_module(module), attribute)
 
 
-def check_keys(config: Mapping) -> list[Finding]:
-    """Keys that ROLL would drop; those of its own environments file are not checked."""
-    from omegaconf import OmegaConf
-
-    environments = ROLL / "examples/config/traj_envs.yaml"
-    known = OURS | set(OmegaConf.load(environments) if "custom_envs" in config else ())
-    return list(unknown_keys(config, load(PIPELINES[config["pipeline"]][0]), known=known))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
@@ -60,11 +50,8 @@ def main() -> int:
         )
     config = compose(args.config, args.overrides)
     shown = os.environ.get("NPUS_PER_NODE")
-    findings = [
-        *lint(config, int(shown) if shown else None),
-        *check_launch(config, os.environ),
-        *check_keys(config),
-    ]
+    kind, pipeline = PIPELINES[config["pipeline"]]
+    findings = lint(config, int(shown) if shown else None, starting=load(kind))
     if findings:
         render(findings, Console(stderr=True))
     if any(finding.severity == "error" for finding in findings):
@@ -78,10 +65,9 @@ def main() -> int:
 
     from dacite import from_dict
 
-    kind, pipeline = map(load, PIPELINES[config["pipeline"]])
-    settings = from_dict(data_class=kind, data=config)
+    settings = from_dict(data_class=load(kind), data=config)
     load("roll.distributed.scheduler.initialize:init")()
-    pipeline(pipeline_config=settings).run()
+    load(pipeline)(pipeline_config=settings).run()
     return 0
 
 

@@ -2,33 +2,29 @@
 
 Problem: ROLL reads YAML into dataclasses and drops keys it does not know; what is wrong with placement,
 batches, lengths or variables shows itself after the models are loaded, as an assertion in a worker, or never.
-Idea: the configuration is composed as ROLL would (Hydra), and each rule is a small function over the plain
-dictionary that yields findings. The rules say what ROLL v0.2.1 and vllm-ascend 0.13.0 do, and each names the
-failure that it prevents.
-Invariants: nothing is imported from ROLL (its classes are an argument of `unknown_keys`), and nothing is
-evaluated: a device_mapping, which ROLL hands to eval(), is read as syntax. An absent key has ROLL's default.
+Idea: the configuration is composed as ROLL would (Hydra), and rules of the same shape as those for verl see
+it. They say what ROLL v0.2.1 and vllm-ascend 0.13.0 do, and each names the failure that it prevents.
+Invariants: nothing is imported from ROLL (its class is an argument of `lint`), and nothing is evaluated: a
+device_mapping, which ROLL hands to eval(), is read as syntax. An absent key has ROLL's default.
 Cost: composing takes about 0.2 s, the rules microseconds.
-
-    python -m ascend_rl.lint.roll rlvr_qwen3_8b [--npus-per-node 16] [--json] [HYDRA_OVERRIDES...]
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
+import contextlib
 import dataclasses
 import difflib
 import math
 import os
-import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 
-from rich.console import Console
-
-from ascend_rl.lint.findings import Finding, as_json, render
-from ascend_rl.settings.numbers import whole
+from ascend_rl.lint import setup
+from ascend_rl.lint.findings import Finding
+from ascend_rl.lint.setup import Hit, Rule
 from ascend_rl.settings.switch import CannotWork
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,13 +34,19 @@ OURS = {"pipeline", "resources", "deepspeed"}  # top-level keys of our files tha
 # Variables of published settings that nothing of the pinned stack reads.
 UNREAD = {"VLLM_ASCEND_ENABLE_FLASHCOMM", "VLLM_ASCEND_ENABLE_DENSE_OPTIMIZE", "NPU_MEMORY_FRACTION"}
 ROLES = ("actor_train", "actor_infer", "reference", "critic")
+STRATEGIES = {  # that run on Ascend
+    "actor_train": ("deepspeed_train",),
+    "critic": ("deepspeed_train",),
+    "reference": ("hf_infer", "deepspeed_infer"),
+    "actor_infer": ("vllm",),
+}
 
 
 # Reading.
 
 
-def compose(name: str, overrides: Sequence[str] = (), conf: Path = CONF, roll: Path = ROLL) -> dict:
-    """The configuration `name` of `conf` as a plain dictionary, with interpolations resolved.
+def compose(name: str, overrides: Sequence[str] = ()) -> dict:
+    """The configuration `name` of CONF as a plain dictionary, with interpolations resolved.
 
     ROLL's environments (`custom_envs`) are left out where ROLL's sources are absent.
     """
@@ -52,9 +54,9 @@ def compose(name: str, overrides: Sequence[str] = (), conf: Path = CONF, roll: P
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf, open_dict
 
-    present = (roll / "examples").is_dir()
-    search = [f"hydra.searchpath=['file://{roll / 'examples'}']"] if present else []
-    with initialize_config_dir(str(conf), version_base=None):
+    present = (ROLL / "examples").is_dir()
+    search = [f"hydra.searchpath=['file://{ROLL / 'examples'}']"] if present else []
+    with initialize_config_dir(str(CONF), version_base=None):
         config = hydra_compose(name, [*overrides, *search])
     if not present:
         with open_dict(config):
@@ -95,433 +97,498 @@ def devices(mapping: str | None) -> list[int]:
         raise CannotWork(f"{mapping!r} is not a list of devices: {error}") from None
 
 
-def get(config: Mapping, path: str, default: object = None) -> typing.Any:
-    """The value at a dotted path; `default` where a part is absent or null."""
-    for part in path.split("."):
-        config = config.get(part) if isinstance(config, Mapping) else None
-    return default if config is None else config
+class Setup:
+    """What the rules see of a run.
+
+    Args:
+        npus_per_node: what a node really shows, if known.
+        env: the variables that Ray's processes inherit.
+        starting: ROLL's class of the configuration, if this process is about to start the run.
+    """
+
+    def __init__(
+        self,
+        config: Mapping,
+        npus_per_node: int | None = None,
+        env: Mapping[str, str] | None = None,
+        starting: type | None = None,
+    ):
+        self.config, self.npus_per_node, self.starting = config, npus_per_node, starting
+        self.env = os.environ if env is None else env  # looked up now: datasets.map replaces it
+
+    def get(self, path: str, default: object = None) -> typing.Any:
+        """The value at a dotted path; `default` where a part is absent or null."""
+        value: typing.Any = self.config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return default if value is None else value
+
+    @cached_property
+    def placed(self) -> dict[str, list[int]]:
+        """Devices by role; roles without a device_mapping are left out.
+
+        Raises:
+            CannotWork: a mapping cannot be read, which `device_mapping` reports; other rules just end.
+        """
+        found = {role: devices(self.get(f"{role}.device_mapping")) for role in ROLES}
+        return {role: numbers for role, numbers in found.items() if numbers}
+
+    @property
+    def per_node(self) -> int:
+        return self.get("num_gpus_per_node", 8)
+
+    @property
+    def agentic(self) -> bool:
+        return self.get("train_env_manager") is not None
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether ROLL starts the reference model: for a KL term only."""
+        kl = self.get("use_kl_loss", False) or self.get("init_kl_coef", 0.2) > 0
+        return bool(kl or self.get("enable_reference", False))
+
+    @cached_property
+    def engine_size(self) -> int:
+        options = self.get("actor_infer.strategy_args.strategy_config", {})
+        return options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+
+    @cached_property
+    def update(self) -> tuple[int, str]:
+        """Samples of an update over all training NPUs, and how they come about."""
+        micro = self.get("actor_train.training_args.per_device_train_batch_size", 8)
+        steps = self.get("actor_train.training_args.gradient_accumulation_steps", 1)
+        ranks = len(self.placed.get("actor_train", []))
+        size = micro * steps * ranks
+        return size, f"{micro} x {steps} accumulation steps x {ranks} training NPUs = {size}"
+
+    @cached_property
+    def rollout_env(self) -> dict[str, str]:
+        return dict(self.env) | self.get("system_envs", {}) | self.get("actor_infer.system_envs", {})
+
+    def variables(self) -> Iterator[tuple[str, str, typing.Any]]:
+        """(key, name, value) of every variable that the configuration sets."""
+        for where in ("system_envs", *(f"{role}.system_envs" for role in ROLES)):
+            for name, value in self.get(where, {}).items():
+                yield f"{where}.{name}", name, value
 
 
-def mappings(config: Mapping) -> dict[str, list[int]]:
-    """Devices by role; roles without a device_mapping are left out."""
-    found = {role: devices(get(config, f"{role}.device_mapping")) for role in ROLES}
-    return {role: numbers for role, numbers in found.items() if numbers}
+RULES: list[Rule] = []
+rule = partial(setup.rule, rules=RULES)
 
 
-def uses_reference(config: Mapping) -> bool:
-    """Whether ROLL starts the reference model: for a KL term only."""
-    return bool(
-        get(config, "use_kl_loss", False)
-        or get(config, "init_kl_coef", 0.2) > 0
-        or get(config, "enable_reference", False)
-    )
+# Placement.
 
 
-def agentic(config: Mapping) -> bool:
-    return get(config, "train_env_manager") is not None
-
-
-# Rules.
-
-
-def check_devices(config: Mapping, npus_per_node: int | None) -> Iterator[Finding]:
+@rule(
+    "roll.device_mapping",
+    "error",
+    "training and rollout have devices, each once, written as lists",
+    fix="write it as list(range(0,8)), or as a sum of such lists",
+)
+def device_mapping(s):
     try:
-        placed = mappings(config)
+        placed = s.placed
     except CannotWork as error:
-        yield Finding(
-            "error",
-            "roll.device_mapping",
-            "device_mapping",
-            str(error),
-            "write it as list(range(0,8)), or as a sum of such lists",
-        )
+        yield "device_mapping", str(error)
         return
     for role in ("actor_train", "actor_infer"):
         if role not in placed:
-            yield Finding(
-                "error",
-                "roll.device_mapping",
-                f"{role}.device_mapping",
-                "it names no device",
-                "choose a resource strategy: resources=1x8, 1x16, 2x8",
-            )
+            yield f"{role}.device_mapping", "it names no device", "choose resources=1x8, 1x16 or 2x8"
     for role, numbers in placed.items():
         if len(set(numbers)) < len(numbers) or min(numbers) < 0:
-            yield Finding(
-                "error",
-                "roll.device_mapping",
+            yield (
                 f"{role}.device_mapping",
                 f"{numbers} has a device twice or a negative one",
                 "name each device once, from 0",
             )
-    train, infer, reference = (set(placed.get(role, [])) for role in ROLES[:3])
+
+
+@rule(
+    "roll.colocated",
+    "error",
+    "training shares no NPU with rollout or reference",
+    why="ROLL cannot share them on Ascend",
+    fix="give each NPUs of its own; the reference may share those of the rollout",
+)
+def colocated(s):
+    train, infer, reference = (set(s.placed.get(role, [])) for role in ROLES[:3])
     if shared := sorted(train & infer):
-        yield Finding(
-            "error",
-            "roll.colocated",
-            "actor_infer.device_mapping",
-            f"training and rollout share the NPUs {shared}; ROLL cannot share them on Ascend",
-            "give the rollout NPUs of its own",
-        )
-    if uses_reference(config) and agentic(config) and get(config, "partial_gpu_mode", True):
-        if reference != train:
-            yield Finding(
-                "error",
-                "roll.reference",
+        yield "actor_infer.device_mapping", f"training and rollout share the NPUs {shared}"
+    on_train = s.agentic and s.get("partial_gpu_mode", True)  # as that pipeline asserts
+    if s.uses_reference and not on_train and (shared := sorted(train & reference)):
+        yield "reference.device_mapping", f"training and the reference share the NPUs {shared}"
+
+
+@rule(
+    "roll.reference",
+    "error",
+    "with a KL term the reference model has NPUs, in the agentic pipeline those of actor_train",
+    why="ROLL asserts it",
+    fix="set reference.device_mapping, or init_kl_coef=0 (its default is 0.2)",
+)
+def reference(s):
+    own, train = (set(s.placed.get(role, [])) for role in ("reference", "actor_train"))
+    if not s.uses_reference:
+        return
+    if s.agentic and s.get("partial_gpu_mode", True):
+        if own != train:
+            yield (
                 "reference.device_mapping",
-                "the agentic pipeline asserts that the reference has the NPUs of actor_train",
+                "the agentic pipeline wants the reference on the NPUs of actor_train",
                 "drop the KL term (init_kl_coef=0) or set partial_gpu_mode=false",
             )
-    elif uses_reference(config):
-        if not reference:
-            yield Finding(
-                "error",
-                "roll.reference",
-                "reference.device_mapping",
-                "there is a KL term but no NPU for the reference model",
-                "set reference.device_mapping, or init_kl_coef=0 (its default is 0.2)",
-            )
-        if shared := sorted(train & reference):
-            yield Finding(
-                "error",
-                "roll.colocated",
-                "reference.device_mapping",
-                f"training and the reference share the NPUs {shared}",
-                "let the reference share the NPUs of the rollout, or give it its own",
-            )
-    elif reference:
-        yield Finding(
-            "info",
-            "roll.reference",
-            "reference.device_mapping",
-            "no KL term: the reference model is not started",
-            "remove it, or use its NPUs",
-        )
+    elif not own:
+        yield "reference.device_mapping", "there is a KL term but no NPU for the reference model"
 
-    per_node = get(config, "num_gpus_per_node", 8)
-    if npus_per_node is not None and npus_per_node != per_node:
-        yield Finding(
-            "error",
-            "roll.nodes",
+
+@rule(
+    "roll.reference_unused",
+    "info",
+    "without a KL term no NPU waits for the reference model",
+    fix="remove it, or use its NPUs",
+)
+def reference_unused(s):
+    if "reference" in s.placed and not s.uses_reference:
+        yield "reference.device_mapping", "no KL term: the reference model is not started"
+
+
+@rule(
+    "roll.nodes",
+    "error",
+    "devices are on the nodes that there are",
+    fix="use device numbers below nodes x npus_per_node, and some of every node",
+)
+def nodes(s):
+    if s.npus_per_node not in (None, s.per_node):
+        yield (
             "num_gpus_per_node",
-            f"it says {per_node}, but a node shows {npus_per_node} NPUs. ROLL takes the latter, so "
-            f"device {npus_per_node} is the first of the second node",
+            f"it says {s.per_node}, but a node shows {s.npus_per_node} NPUs. ROLL takes the latter, so "
+            f"device {s.npus_per_node} is the first of the second node",
             "choose resources for such nodes, or limit the NPUs with ASCEND_RT_VISIBLE_DEVICES",
         )
-    nodes = get(config, "resources.nodes")
-    needed = 1 + max((max(numbers) for numbers in placed.values()), default=0) // per_node
-    if nodes is not None and needed != nodes:
-        yield Finding(
-            "error",
-            "roll.nodes",
+    given = s.get("resources.nodes")
+    needed = 1 + max(map(max, s.placed.values()), default=0) // s.per_node
+    if given not in (None, needed):
+        yield (
             "device_mapping",
-            f"the devices lie on {needed} nodes of {per_node} NPUs, resources.nodes is {nodes}",
-            "use device numbers below nodes x npus_per_node, and some of every node",
+            f"the devices lie on {needed} nodes of {s.per_node} NPUs, resources.nodes is {given}",
         )
-    options = get(config, "actor_infer.strategy_args.strategy_config", {})
-    size = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
-    numbers = placed.get("actor_infer", [])
-    if len(numbers) % size:
-        yield Finding(
-            "error",
-            "roll.world_size",
-            "actor_infer.device_mapping",
-            f"{len(numbers)} NPUs cannot be cut into engines of TP x PP = {size}",
-            "make the number of NPUs a multiple of it",
-        )
-        return
-    for engine in (numbers[start : start + size] for start in range(0, len(numbers), size)):
-        if len({number // per_node for number in engine}) > 1:
-            yield Finding(
-                "warning",
-                "roll.world_size",
-                "actor_infer.device_mapping",
-                f"the engine on {engine} spans nodes: each token waits for the network",
-                "order the mapping so that each engine lies on one node",
-            )
 
 
-def check_strategies(config: Mapping) -> Iterator[Finding]:
-    allowed = {
-        "actor_train": ("deepspeed_train",),
-        "critic": ("deepspeed_train",),
-        "reference": ("hf_infer", "deepspeed_infer"),
-        "actor_infer": ("vllm",),
-    }
-    for role, names in allowed.items():
-        name = get(config, f"{role}.strategy_args.strategy_name")
-        if get(config, f"{role}.device_mapping") is not None and name not in names:
-            yield Finding(
-                "error",
-                "roll.strategy",
+@rule(
+    "roll.world_size",
+    "error",
+    "the rollout's NPUs are a multiple of TP x PP",
+    why="they cannot be cut into engines",
+    fix="make the number of NPUs a multiple of it",
+)
+def world_size(s):
+    count = len(s.placed.get("actor_infer", []))
+    if count % s.engine_size:
+        yield "actor_infer.device_mapping", f"{count} NPUs, and TP x PP = {s.engine_size}"
+
+
+@rule(
+    "roll.engine_nodes",
+    "warning",
+    "an engine is on one node",
+    why="each token waits for the network",
+    fix="order the mapping so that each engine lies on one node",
+)
+def engine_nodes(s):
+    numbers, size = s.placed.get("actor_infer", []), s.engine_size
+    for engine in zip(*[iter(numbers)] * size, strict=False) if len(numbers) % size == 0 else ():
+        if len({number // s.per_node for number in engine}) > 1:
+            yield "actor_infer.device_mapping", f"the engine on {list(engine)} spans nodes"
+
+
+# Engines.
+
+
+def _stages(s: Setup) -> Iterator[tuple[str, int]]:
+    """(role, ZeRO stage) of the roles that use DeepSpeed."""
+    for role in ("actor_train", "critic", "reference"):
+        args = f"{role}.strategy_args"
+        if s.get(f"{args}.strategy_name", "").startswith("deepspeed"):
+            yield role, s.get(f"{args}.strategy_config.zero_optimization.stage", 0)
+
+
+@rule("roll.strategy", "error", "each role has a strategy that runs on Ascend in ROLL", fix="use another")
+def strategy(s):
+    for role, names in STRATEGIES.items():
+        name = s.get(f"{role}.strategy_args.strategy_name")
+        if s.get(f"{role}.device_mapping") is not None and name not in names:
+            yield (
                 f"{role}.strategy_args.strategy_name",
                 f"{name} does not run on Ascend in ROLL",
                 f"use {' or '.join(names)}",
             )
-        attention = get(config, f"{role}.model_args.attn_implementation", "auto")
-        if attention not in ("fa2", "sdpa", "auto"):
-            yield Finding(
-                "error",
-                "roll.attention",
-                f"{role}.model_args.attn_implementation",
-                f"{attention!r} is not a value that ROLL knows; there is no flash_attn package for NPUs",
-                "use fa2: transformers has an implementation for NPUs",
-            )
-    for role in ("actor_train", "critic", "reference"):
-        if not get(config, f"{role}.strategy_args.strategy_name", "").startswith("deepspeed"):
-            continue
-        stage = get(config, f"{role}.strategy_args.strategy_config.zero_optimization.stage", 0)
-        if stage != 3:
-            yield Finding(
-                "warning" if role == "actor_train" else "error",
-                "roll.strategy",
+    for role, stage in _stages(s):
+        if stage != 3 and role != "actor_train":
+            yield (
                 f"{role}.strategy_args.strategy_config",
-                f"ZeRO stage {stage}: every NPU holds all weights"
-                + ("" if role == "actor_train" else ", and deepspeed_infer asserts stage 3"),
+                f"ZeRO stage {stage}: every NPU holds all weights, and deepspeed_infer asserts stage 3",
                 "use deepspeed=zero3 or deepspeed=zero3_cpuoffload",
             )
 
 
-def check_batches(config: Mapping) -> Iterator[Finding]:
-    try:
-        ranks = len(mappings(config).get("actor_train", []))
-    except CannotWork:
-        return
-    prompts = get(config, "rollout_batch_size", 128)
-    micro = get(config, "actor_train.training_args.per_device_train_batch_size", 8)
-    steps = get(config, "actor_train.training_args.gradient_accumulation_steps", 1)
-    update = micro * steps * ranks
-    formula = f"{micro} x {steps} accumulation steps x {ranks} training NPUs = {update}"
-    if not agentic(config):
-        group = get(config, "num_return_sequences_in_group", 1)
+@rule(
+    "roll.zero_stage",
+    "warning",
+    "training uses ZeRO stage 3",
+    why="every NPU holds all weights",
+    fix="use deepspeed=zero3 or deepspeed=zero3_cpuoffload",
+)
+def zero_stage(s):
+    for role, stage in _stages(s):
+        if stage != 3 and role == "actor_train":
+            yield f"{role}.strategy_args.strategy_config", f"ZeRO stage {stage}"
+
+
+@rule(
+    "roll.attention",
+    "error",
+    "attention is one that ROLL knows",
+    why="there is no flash_attn package for NPUs",
+    fix="use fa2: transformers has an implementation for NPUs",
+)
+def attention(s):
+    for role in STRATEGIES:
+        value = s.get(f"{role}.model_args.attn_implementation", "auto")
+        if value not in ("fa2", "sdpa", "auto"):
+            yield f"{role}.model_args.attn_implementation", f"{value!r} is not a value that ROLL knows"
+
+
+# Batches and lengths.
+
+
+@rule(
+    "roll.batch",
+    "error",
+    "samples are cut into whole updates, environments into groups",
+    fix="make them agree",
+)
+def batch(s):
+    update, formula = s.update
+    if not s.agentic:
+        prompts, group = s.get("rollout_batch_size", 128), s.get("num_return_sequences_in_group", 1)
         if update and prompts * group % update:
-            yield Finding(
-                "error",
-                "roll.batch",
+            steps = s.get("actor_train.training_args.gradient_accumulation_steps", 1)
+            yield (
                 "actor_train.training_args.gradient_accumulation_steps",
                 f"{prompts} prompts x {group} responses = {prompts * group} samples are not a "
                 f"multiple of {formula}; ROLL asserts it after the first rollout",
-                f"use a divisor of {prompts * group / micro / ranks:g} accumulation steps",
+                f"use a divisor of {prompts * group * steps / update:g} accumulation steps",
             )
         return
-    if update and prompts % math.lcm(update, ranks * get(config, "actor_train.infer_batch_size", 16)):
-        yield Finding(
-            "warning",
-            "roll.batch",
-            "rollout_batch_size",
-            f"{prompts} trajectories are not a multiple of {formula} and of the log-prob batches; "
-            "ROLL trains on some of them twice to fill up",
-            "choose a multiple, or batch_adjust_mode=delete",
-        )
-    batches = {"train_env_manager": prompts, "val_env_manager": get(config, "val_batch_size", 128)}
-    for name, batch in batches.items():
-        groups, size = get(config, f"{name}.num_env_groups", 128), get(config, f"{name}.group_size", 1)
-        parts, tags = get(config, f"{name}.num_groups_partition", [128]), get(config, f"{name}.tags", [])
+    for name, trajectories in (
+        ("train_env_manager", s.get("rollout_batch_size", 128)),
+        ("val_env_manager", s.get("val_batch_size", 128)),
+    ):
+        groups, size = s.get(f"{name}.num_env_groups", 128), s.get(f"{name}.group_size", 1)
+        parts, tags = s.get(f"{name}.num_groups_partition", [128]), s.get(f"{name}.tags", [])
         if len(parts) != len(tags) or sum(parts) != groups:
-            yield Finding(
-                "error",
-                "roll.batch",
+            yield (
                 f"{name}.num_groups_partition",
                 f"{parts} must have a number for each of {tags} and add up to {groups} groups",
-                "make them agree",
             )
-        whole = size if name == "train_env_manager" else groups * size
-        if batch > 0 and batch % whole:
-            yield Finding(
-                "error",
-                "roll.batch",
+        whole, what = size, "size of a group"
+        if name == "val_env_manager":
+            whole, what = groups * size, "number of environments"
+        if trajectories > 0 and trajectories % whole:
+            yield (
                 name,
-                f"{batch} trajectories are not a multiple of {whole}, the "
-                + ("size of a group" if name == "train_env_manager" else "number of environments"),
+                f"{trajectories} trajectories are not a multiple of {whole}, the {what}",
                 "change the batch or the groups",
             )
 
 
-def check_lengths(config: Mapping) -> Iterator[Finding]:
-    prompt, response = get(config, "prompt_length", 1024), get(config, "response_length", 0)
-    longest = get(config, "sequence_length", prompt + response)
-    if not get(config, "sequence_length") and not response:
-        yield Finding(
-            "error",
-            "roll.length",
-            "response_length",
-            "neither response_length nor sequence_length is set",
-            "set response_length",
+@rule(
+    "roll.batch_adjusted",
+    "warning",
+    "trajectories are a multiple of an update and of the log-prob batches",
+    why="ROLL trains on some of them twice to fill up",
+    fix="choose a multiple, or batch_adjust_mode=delete",
+)
+def batch_adjusted(s):
+    update, formula = s.update
+    passes = len(s.placed.get("actor_train", [])) * s.get("actor_train.infer_batch_size", 16)
+    trajectories = s.get("rollout_batch_size", 128)
+    if s.agentic and update and trajectories % math.lcm(update, passes):
+        yield (
+            "rollout_batch_size",
+            f"{trajectories} trajectories are not a multiple of {formula} and of the log-prob batches",
         )
+
+
+@rule(
+    "roll.length", "error", "a sequence holds prompt and response, in ROLL and in vLLM", fix="make it longer"
+)
+def length(s):
+    prompt, response = s.get("prompt_length", 1024), s.get("response_length", 0)
+    longest = s.get("sequence_length", prompt + response)
+    if not s.get("sequence_length") and not response:
+        yield ("response_length", "neither response_length nor sequence_length is set", "set response_length")
         return
     if longest <= prompt:
-        yield Finding(
-            "error",
-            "roll.length",
-            "sequence_length",
-            f"{longest} tokens leave no room for an answer after a prompt of {prompt}",
-            "make it longer",
-        )
-    engine = get(config, "actor_infer.strategy_args.strategy_config.max_model_len")
-    if engine is not None and engine < longest:
-        yield Finding(
-            "error",
-            "roll.length",
-            "actor_infer.strategy_args.strategy_config.max_model_len",
+        yield "sequence_length", f"{longest} tokens leave no room for an answer after a prompt of {prompt}"
+    key = "actor_infer.strategy_args.strategy_config.max_model_len"
+    if (engine := s.get(key)) is not None and engine < longest:
+        yield (
+            key,
             f"vLLM holds {engine} tokens, prompt and response need {longest}: long answers are cut",
             f"set it to {longest} or more",
         )
 
 
-def check_variables(config: Mapping, environ: Mapping[str, str]) -> Iterator[Finding]:
-    shared = get(config, "system_envs", {})
-    for where in ("system_envs", *(f"{role}.system_envs" for role in ROLES)):
-        for name, value in get(config, where, {}).items():
-            if not isinstance(value, str):
-                yield Finding(
-                    "error",
-                    "roll.variable",
-                    f"{where}.{name}",
-                    f"{value!r} is not a string: os.environ refuses it",
-                    f"quote it: '{value}'",
-                )
-            if name in UNREAD:
-                yield Finding(
-                    "info",
-                    "roll.variable",
-                    f"{where}.{name}",
-                    "nothing in the pinned versions reads it",
-                    "remove it",
-                )
-    rollout = dict(environ) | shared | get(config, "actor_infer.system_envs", {})
-    if "expandable_segments:True" in str(rollout.get("PYTORCH_NPU_ALLOC_CONF", "")):
-        yield Finding(
-            "error",
-            "roll.variable",
+# Variables.
+
+
+@rule("roll.variable", "error", "variables are strings, and let the rollout take new weights", fix="set it")
+def variable(s):
+    for where, _, value in s.variables():
+        if not isinstance(value, str):
+            yield where, f"{value!r} is not a string: os.environ refuses it", f"quote it: '{value}'"
+    if "expandable_segments:True" in str(s.rollout_env.get("PYTORCH_NPU_ALLOC_CONF", "")):
+        yield (
             "actor_infer.system_envs.PYTORCH_NPU_ALLOC_CONF",
             "the rollout gets expandable_segments:True, and ROLL turns on vLLM's sleep mode, whose "
             "memory pool in vllm-ascend asserts that it is off",
             "set it to '' for actor_infer",
         )
-    if str(rollout.get("VLLM_ASCEND_ENABLE_NZ", "1")) != "0":
-        yield Finding(
-            "error",
-            "roll.variable",
+    if str(s.rollout_env.get("VLLM_ASCEND_ENABLE_NZ", "1")) != "0":
+        yield (
             "VLLM_ASCEND_ENABLE_NZ",
             "weights in the NZ format cannot be updated: the rollout keeps or garbles old ones",
             "export VLLM_ASCEND_ENABLE_NZ=0 before Ray starts (internal/roll/roll_env.sh)",
         )
-    eager = get(config, "actor_infer.strategy_args.strategy_config.enforce_eager", False)
-    if not eager and str(rollout.get("TASK_QUEUE_ENABLE", "1")) == "2":
-        yield Finding(
-            "warning",
-            "roll.variable",
-            "actor_infer.system_envs.TASK_QUEUE_ENABLE",
-            "2 does not go with captured graphs",
-            "set it to '1' for actor_infer, or enforce_eager=true",
-        )
 
 
-def check_rewards(config: Mapping) -> Iterator[Finding]:
-    if agentic(config):
+@rule(
+    "roll.unread",
+    "info",
+    "something reads every variable that is set",
+    why="nothing in the pinned versions reads it",
+    fix="remove it",
+)
+def unread(s):
+    yield from ((where, "set") for where, name, _ in s.variables() if name in UNREAD)
+
+
+@rule(
+    "roll.task_queue",
+    "warning",
+    "a rollout with graphs has a task queue of level 1",
+    why="2 does not go with captured graphs",
+    fix="set it to '1' for actor_infer, or enforce_eager=true",
+)
+def task_queue(s):
+    eager = s.get("actor_infer.strategy_args.strategy_config.enforce_eager", False)
+    if not eager and str(s.rollout_env.get("TASK_QUEUE_ENABLE", "1")) == "2":
+        yield "actor_infer.system_envs.TASK_QUEUE_ENABLE", "2"
+
+
+# Rewards and data.
+
+SHARES = "actor_train.data_args.domain_interleave_probs"
+
+
+@rule(
+    "roll.reward", "error", "every domain has a share of the prompts and one reward", fix="name each tag once"
+)
+def reward(s):
+    if s.agentic:
         return
-    where = "actor_train.data_args.domain_interleave_probs"
-    domains, rewards = get(config, where, {}), get(config, "rewards", {})
+    domains, rewards = s.get(SHARES, {}), s.get("rewards", {})
     if not domains or not math.isclose(sum(domains.values()), 1, abs_tol=1e-6):
-        yield Finding(
-            "error",
-            "roll.reward",
-            where,
+        yield (
+            SHARES,
             f"the shares {domains} must add up to 1",
             "name each domain with its share of the prompts",
         )
     for domain in domains.keys() - rewards.keys():
-        yield Finding(
-            "error",
-            "roll.reward",
-            where,
+        yield (
+            SHARES,
             f"{domain} has no reward; there are: {', '.join(rewards)}",
             f"add rewards.{domain}, or drop the domain",
         )
-    for domain in rewards.keys() - domains.keys():
-        yield Finding(
-            "warning",
-            "roll.reward",
-            f"rewards.{domain}",
-            "no prompt is drawn for it",
-            "give it a share, or remove it",
-        )
     owner: dict[str, str] = {}
-    for domain, reward in rewards.items():
-        for tag in reward.get("tag_included", []):
+    for domain, of in rewards.items():
+        for tag in of.get("tag_included", []):
             if owner.setdefault(tag, domain) != domain:
-                yield Finding(
-                    "error",
-                    "roll.reward",
+                yield (
                     f"rewards.{domain}.tag_included",
                     f"{tag} belongs to {owner[tag]} too; ROLL takes the last",
-                    "name each tag once",
                 )
-    files = get(config, "actor_train.data_args.file_name", [])
+
+
+@rule(
+    "roll.reward_unused",
+    "warning",
+    "every reward has prompts",
+    why="no prompt is drawn for it",
+    fix="give it a share, or remove it",
+)
+def reward_unused(s):
+    for domain in s.get("rewards", {}).keys() - s.get(SHARES, {}).keys() if not s.agentic else ():
+        yield f"rewards.{domain}", f"{SHARES} does not name it"
+
+
+@rule(
+    "roll.data",
+    "warning",
+    "the data is on this machine",
+    fix="set ROLL_DATA to the directory of the data, the same on all nodes",
+)
+def data(s):
+    files = s.get("actor_train.data_args.file_name", [])
     for name in [files] if isinstance(files, str) else files:
-        if os.path.isabs(name) and not os.path.exists(name):
-            yield Finding(
-                "warning",
-                "roll.data",
-                "actor_train.data_args.file_name",
-                f"{name} is not on this machine",
-                "set ROLL_DATA to the directory of the data, the same on all nodes",
-            )
+        if not s.agentic and os.path.isabs(name) and not os.path.exists(name):
+            yield "actor_train.data_args.file_name", f"{name} is not on this machine"
 
 
-def check_launch(config: Mapping, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The rank variables, where there is no Ray to join: ROLL waits for the nodes without a deadline."""
-    if environ.get("RAY_ADDRESS"):
+# Where the run is about to start.
+
+
+@rule(
+    "roll.launch", "error", "rank variables match the nodes where there is no Ray to join", fix="export them"
+)
+def launch(s):
+    if not s.starting or s.env.get("RAY_ADDRESS"):
         return
-    nodes, size = get(config, "resources.nodes", 1), environ.get("WORLD_SIZE", "1")
-    rank, head = environ.get("RANK", "0"), environ.get("MASTER_ADDR", "")
+    nodes, size = s.get("resources.nodes", 1), s.env.get("WORLD_SIZE", "1")
+    rank, head = s.env.get("RANK", "0"), s.env.get("MASTER_ADDR", "")
     if size != str(nodes):
-        yield Finding(
-            "error",
-            "roll.launch",
+        yield (
             "WORLD_SIZE",
             f"it is {size}, the configuration needs {nodes} nodes: ROLL would wait for ever",
             f"export WORLD_SIZE={nodes} on every node, or start with ray_start_npu.sh",
         )
     elif not rank.isdigit() or int(rank) >= nodes:
-        yield Finding(
-            "error",
-            "roll.launch",
+        yield (
             "RANK",
             f"it is {rank!r}, with {nodes} nodes",
             f"export RANK=0 on the head and 1 to {nodes - 1} elsewhere",
         )
     elif nodes > 1 and (head in ("", "localhost", "::1") or head.startswith("127.") or "<" in head):
-        yield Finding(
-            "error",
-            "roll.launch",
+        yield (
             "MASTER_ADDR",
             f"{head!r} is not how other nodes reach the head",
             "export the head's address, the same on every node",
         )
 
 
-def lint(
-    config: Mapping, npus_per_node: int | None = None, environ: Mapping[str, str] | None = None
-) -> list[Finding]:
-    """All findings of a composed configuration.
+@rule("roll.unknown_key", "error", "ROLL's classes have every key", why="it is ignored", fix="remove it")
+def unknown_key(s):
+    if s.starting:
+        from omegaconf import OmegaConf
 
-    Args:
-        npus_per_node: what a node really shows, if known.
-        environ: the variables that Ray's processes inherit; default os.environ.
-    """
-    environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
-    return [
-        *check_devices(config, npus_per_node),
-        *check_strategies(config),
-        *check_batches(config),
-        *check_lengths(config),
-        *check_variables(config, environ),
-        *check_rewards(config),
-    ]
+        environments = ROLL / "examples/config/traj_envs.yaml"
+        theirs = set(OmegaConf.load(environments) if "custom_envs" in s.config else ())
+        yield from _unknown_keys(s.config, s.starting, "", OURS | theirs)
 
 
-def unknown_keys(config: Mapping, kind: type, where: str = "", known: set[str] = OURS) -> Iterator[Finding]:
+def _unknown_keys(config: Mapping, kind: type, where: str, known: set[str]) -> Iterator[Hit]:
     """Keys that the dataclass `kind` does not have, with the nearest that it has; ROLL drops them."""
     fields = typing.get_type_hints(kind)
     for key, value in config.items():
@@ -529,46 +596,28 @@ def unknown_keys(config: Mapping, kind: type, where: str = "", known: set[str] =
         if key not in fields:
             if key not in known:
                 near = difflib.get_close_matches(key, fields, 1)
-                yield Finding(
-                    "error",
-                    "roll.unknown_key",
-                    path,
-                    f"{kind.__name__} of ROLL has no {key}: it is ignored",
-                    f"did you mean {near[0]}?" if near else "remove it",
-                )
+                detail = f"{kind.__name__} of ROLL has no {key}"
+                yield (path, detail, f"did you mean {near[0]}?") if near else (path, detail)
             continue
         inner = [fields[key], *typing.get_args(fields[key])]  # a class, Optional[class] or Dict[str, class]
         for type_ in filter(dataclasses.is_dataclass, inner):
             if isinstance(value, Mapping):
-                yield from unknown_keys(value, type_, f"{path}.", set())
+                yield from _unknown_keys(value, type_, f"{path}.", set())
         for dictionary in [t for t in inner if typing.get_origin(t) is dict]:
             for type_ in filter(dataclasses.is_dataclass, typing.get_args(dictionary)):
                 for name, item in (value or {}).items():
-                    yield from unknown_keys(item, type_, f"{path}.{name}.", set())
+                    yield from _unknown_keys(item, type_, f"{path}.{name}.", set())
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m ascend_rl.lint.roll",
-        description=__doc__.splitlines()[0],
-        epilog="""Examples:
-  python -m ascend_rl.lint.roll agentic_frozen_lake_qwen2_5_0_5b
-  python -m ascend_rl.lint.roll rlvr_qwen3_8b resources=2x8 --json
-
-Writes nothing but its findings.""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", help=f"one of {', '.join(p.stem for p in sorted(CONF.glob('*_*.yaml')))}")
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. resources=2x8")
-    parser.add_argument("--npus-per-node", type=whole(), help="what a node shows (default: not checked)")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    os.environ.setdefault("OUTPUT_DIR", str(ROOT / "outputs" / args.config))
-    os.environ.setdefault("ROLL_DATA", str(ROLL / "data"))
-    findings = lint(compose(args.config, args.overrides), args.npus_per_node)
-    print(as_json(findings)) if args.json else render(findings, Console())
-    return int(any(finding.severity == "error" for finding in findings))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def lint(
+    config: Mapping,
+    npus_per_node: int | None = None,
+    env: Mapping[str, str] | None = None,
+    starting: type | None = None,
+) -> list[Finding]:
+    """All findings of a composed configuration; the arguments are those of `Setup`."""
+    found, seen = [], Setup(config, npus_per_node, env, starting)
+    for each in RULES:
+        with contextlib.suppress(CannotWork):  # of `placed`
+            found += each(seen)
+    return found

@@ -285,11 +285,11 @@ class Rule:
 RULES: list[Rule] = []
 
 
-def rule(id: str, severity: str, checks: str, *, why: str = "", fix: str):
-    """Enter the decorated function into RULES."""
+def rule(id: str, severity: str, checks: str, *, why: str = "", fix: str, rules: list[Rule] = RULES):
+    """Enter the decorated function into ``rules``."""
 
     def enter(find: Callable[[Setup], Iterator[Hit]]) -> Callable[[Setup], Iterator[Hit]]:
-        RULES.append(Rule(id, severity, checks, why, fix, find))
+        rules.append(Rule(id, severity, checks, why, fix, find))
         return find
 
     return enter
