@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from ascend_rl.lint.findings import Finding, as_json, render
-from ascend_rl.preflight import doctor, node_facts, preflight
+from ascend_rl.preflight import cluster, doctor, node_facts, preflight
 from ascend_rl.preflight.node_facts import collect, load_lock, rollout_facts
 
 LOCK = load_lock()
@@ -375,7 +375,7 @@ def nodes(good) -> list[dict]:
 
 
 def test_good_nodes_have_no_findings(nodes):
-    assert doctor.judge_cluster(nodes, LOCK) == []
+    assert cluster.judge_cluster(nodes, LOCK) == []
 
 
 def spoil_code(facts):
@@ -440,7 +440,7 @@ def spoil_ping(facts):
 )
 def test_the_odd_node_is_named(nodes, spoil, check, where, said):
     spoil(nodes[2])
-    together = [f for f in doctor.judge_cluster(nodes, LOCK) if f.check.startswith("cluster.")]
+    together = [f for f in cluster.judge_cluster(nodes, LOCK) if f.check.startswith("cluster.")]
     expected = [f for f in together if f.check == f"cluster.{check}" and f.where == where and said in f.why]
     assert expected, together
     others = {f.check for f in together} - {f"cluster.{check}"}
@@ -452,13 +452,13 @@ def test_an_unknown_value_is_no_difference(nodes):
     nodes[1] |= {"driver": None, "absent": []}
     for die in nodes[1]["dies"]:
         die["network"] = {"failed": "hccn_tool is not on PATH"}
-    assert doctor.judge_cluster(nodes, LOCK) == []
+    assert cluster.judge_cluster(nodes, LOCK) == []
 
 
 def test_equal_findings_of_nodes_are_joined(nodes):
     for facts in nodes[:2]:
         facts["open_files"] = [1024, 1024]
-    [finding] = doctor.judge_cluster(nodes, LOCK)
+    [finding] = cluster.judge_cluster(nodes, LOCK)
     assert (finding.check, finding.where) == ("host.open_files", "node0, node1")
 
 
@@ -495,7 +495,7 @@ def test_two_checkouts_that_differ(root, tmp_path):
     for index, facts in enumerate(seen):
         facts |= {"host": f"node{index}", "reach": [], "ray_npus": 0, "clock_offset_s": 0, "clock_error_s": 0}
         assert facts["trees"]["toy"]["imported"] == facts["trees"]["toy"]["expected"]
-    findings = list(doctor.check_same(seen)) + list(doctor.check_packages(seen))
+    findings = list(cluster.check_same(seen)) + list(cluster.check_packages(seen))
     assert [(f.check, f.where) for f in findings] == [("cluster.code", "node1"), ("cluster.tree", "node1")]
 
 
@@ -544,7 +544,7 @@ def test_a_ray_cluster(root, monkeypatch):
     assert [die["index"] for die in facts["dies"]] == list(range(10))
     assert (facts["ray_npus"], facts["reach"], facts["target"]) == (10, [], "ascend")
     assert abs(facts["clock_offset_s"]) <= facts["clock_error_s"] + 0.05
-    assert not [f for f in doctor.judge_cluster(nodes, LOCK) if f.check.startswith(("cluster.", "npu."))]
+    assert not [f for f in cluster.judge_cluster(nodes, LOCK) if f.check.startswith(("cluster.", "npu."))]
 
 
 def test_a_cluster_that_is_not_there():

@@ -83,6 +83,12 @@ def test_no_modules_import_each_other():
     assert circles({name: imported(path) & known.keys() - {name} for name, path in known.items()}) == []
 
 
+def test_no_file_is_longer_than_one_would_read():
+    """A long one is two subjects."""
+    lengths = {path.name: len(path.read_text().splitlines()) for path in HOUSE.rglob("*.py")}
+    assert {name: length for name, length in lengths.items() if length >= 700} == {}
+
+
 def test_the_plan_names_every_room_once():
     assert sorted(room for rooms in FLOORS.values() for room in rooms) == ROOMS
 

@@ -27,8 +27,9 @@ from ascend_rl.lint import lint as linter
 from ascend_rl.lint import options as lint_options
 from ascend_rl.lint import pinned
 from ascend_rl.lint.dry_run import dry_run
-from ascend_rl.lint.engines import captured_sizes, piecewise_limit
 from ascend_rl.lint.findings import Finding
+from ascend_rl.lint.memory import captured_sizes
+from ascend_rl.lint.rollout import piecewise_limit
 from ascend_rl.lint.script import PLACEHOLDER
 from ascend_rl.lint.setup import RULES, Setup, checkpoint
 from ascend_rl.lint.sizes import SIZES

@@ -1,4 +1,4 @@
-"""lint/values.py and pinned.py: paths and machines, and the names that the pinned frameworks accept.
+"""lint/values.py, machine.py, pinned.py: paths and machines, and names that the pinned frameworks accept.
 
 The names are compared with what verl itself has after it is imported, so a reader of sources that reads too
 little or too much is found. The rules about single values are tried in test_lint.py.

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascend_rl.speculation import sam
+from ascend_rl.speculation import sam_automaton as sam
 from ascend_rl.speculation.sam import SamDrafter
 
 SMALL = 32 << 20
@@ -382,7 +382,7 @@ def test_errors_say_what_to_do():
 
 def test_expected_tokens_of_a_draft_are_about_those_that_are_right():
     """On text whose next token follows in 3 of 4 cases; without a draft nothing is expected."""
-    rng, drafter = np.random.default_rng(0), sam.SamDrafter(4)
+    rng, drafter = np.random.default_rng(0), SamDrafter(4)
     text, expected, right = [0], 0.0, 0
     while len(text) < 6000:
         text.append((text[-1] + 1) % 40 if rng.random() < 0.75 else int(rng.integers(0, 40)))

@@ -1,7 +1,7 @@
 """Read a training script as the cluster would, and report in a second what would fail after an hour.
 
 The script runs in bash without the commands it would start (dry_run); its overrides are composed with the
-configuration tree of the patched verl (verl_config); and the rules of script, sizes, options and engines
+configuration tree of the patched verl (verl_config); and the rules of the modules beside this one
 check the result: sizes that do not divide, token budgets below the longest sequence, options that vLLM does
 not have, variables that are read before they are set. Nothing is imported from verl, vLLM or torch. The first
 script takes a second, each further one in the same process a fifth of a second.
@@ -25,11 +25,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import ascend_rl.lint.engines  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.algorithm  # noqa: F401  (it fills RULES)
 import ascend_rl.lint.files  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.machine  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.memory  # noqa: F401  (it fills RULES)
 import ascend_rl.lint.options  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.rollout  # noqa: F401  (it fills RULES)
 import ascend_rl.lint.script  # noqa: F401  (it fills RULES)
 import ascend_rl.lint.sizes  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.training  # noqa: F401  (it fills RULES)
 import ascend_rl.lint.values  # noqa: F401  (it fills RULES)
 from ascend_rl.lint import roll
 from ascend_rl.lint.dry_run import OTHER_TASK, Run, dry_run

@@ -125,6 +125,12 @@ class Setup:
         return str(self.get(f"{ACTOR}.strategy")).startswith("fsdp")
 
     @cached_property
+    def critic(self) -> bool:
+        """Whether the run trains a critic, as verl's need_critic decides."""
+        enabled = self.get("critic.enable")
+        return bool(enabled) if enabled is not None else self.get("algorithm.adv_estimator") == "gae"
+
+    @cached_property
     def model(self) -> Model | None:
         return checkpoint(str(self.get("actor_rollout_ref.model.path", "")))
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from ascend_rl.lint.dry_run import exports
 from ascend_rl.lint.findings import READABLE, Finding, as_json, corrections, render
 from ascend_rl.lint.lint import lint
-from ascend_rl.preflight import doctor, node_facts
+from ascend_rl.preflight import cluster, doctor, node_facts
 
 
 def sourced(script: str | None) -> tuple[dict[str, str], list[Finding]]:
@@ -68,7 +68,7 @@ def examine_cluster(address: str | None, lock: dict[str, dict]) -> list[Finding]
         )
         for host, why in failed.items()
     ]
-    return [*lost, *(doctor.judge_cluster(nodes, lock) if nodes else [])]
+    return [*lost, *(cluster.judge_cluster(nodes, lock) if nodes else [])]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

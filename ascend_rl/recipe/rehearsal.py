@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ascend_rl.estimate.rollout_memory import BLOCK_TOKENS
 from ascend_rl.lint.dry_run import Run, dry_run
-from ascend_rl.lint.engines import plan_of
+from ascend_rl.lint.memory import plan_of
 from ascend_rl.lint.setup import ROLLOUT, VLLM, Setup
 from ascend_rl.lint.verl_config import Resolved
 from ascend_rl.process.counts import COUNTED, counted

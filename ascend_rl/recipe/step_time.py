@@ -24,16 +24,14 @@ from unittest import mock
 import numpy as np
 import yaml
 
-import ascend_rl.lint.options  # noqa: F401  (it fills RULES)
-import ascend_rl.lint.sizes  # noqa: F401  (it fills RULES)
-import ascend_rl.lint.values  # noqa: F401  (it fills RULES)
+import ascend_rl.lint.lint  # noqa: F401  (it fills RULES)
 from ascend_rl.estimate import rollout_time, training_time
 from ascend_rl.estimate.layouts import Training
 from ascend_rl.estimate.rollout_time import Decoder, Engines, RolloutTime, draw_lengths
 from ascend_rl.estimate.training_time import Trained
 from ascend_rl.hdp import hdp
 from ascend_rl.lint import dry_run, verl_config
-from ascend_rl.lint.engines import plan_of
+from ascend_rl.lint.memory import plan_of
 from ascend_rl.lint.setup import ACTOR, ROLLOUT, RULES, VLLM, Setup
 from ascend_rl.settings.model import Model
 from ascend_rl.settings.numbers import real
