@@ -165,7 +165,7 @@ WRITE |= {"copy2", "copyfile", "copytree", "symlink_to", "hardlink_to", "touch",
 # "file function: call": why it loses nothing of the user's.
 REVIEWED = {
     # a directory that this process made with mkdtemp, or that launches() found to be one of ours
-    "launch/launch.py remove: shutil.rmtree(directory, ignore_errors=True)",
+    "launch/registry.py forget: shutil.rmtree(directory, ignore_errors=True)",
     "launch/supervise.py supervise: shutil.rmtree(temporary, ignore_errors=True)",
     "launch/launch_node.py announce_agent: path.with_suffix('.early').rename(path)",
     # in a directory that is marked as a rehearsal's
@@ -223,7 +223,7 @@ REVIEWED = {
 WRITTEN = {
     # in a directory that this process made with mkdtemp, or a child of it
     "glue/engine_check.py gap: model.save_pretrained(directory)",
-    "launch/launch.py registered: (directory / 'launch.json').open('w')",
+    "launch/registry.py registered: (directory / 'launch.json').open('w')",
     "launch/launch_node.py announce_agent: path.with_suffix('.early').write_text(port)",
     "launch/launch_node.py build_operators: (folder / f'{name}.log').open('w')",
     "launch/supervise.py supervise: signs.touch()",
@@ -244,7 +244,7 @@ WRITTEN = {
     "launch/agreement.py shared: own.touch()",
     # the logs of a run, and what it writes into its marked directory, after set_aside
     "launch/launch.py keep_ray_logs: shutil.copytree(logs, kept)",
-    "launch/launch.py log: log_file(plan).open('a')",
+    "launch/launch.py log: plan.log_file.open('a')",
     "launch/launch.py start: (plan.output_dir / 'run.json').write_text(json.dumps(started))",
     "settings/claim.py claim: (directory / MARK).open('x')",
     "process/counts.py count: open(file, 'ab', buffering=0)",

@@ -1,69 +1,58 @@
 """Run a training script on one node or many: the work behind ray_start_npu.sh, which has the help.
 
-The same command runs on each node. launch_plan decides what this node is; rendezvous
-brings the launchers together and tells each of the others' end; supervise runs what is started here
-and leaves nothing behind. This module puts them in order:
+The same command runs on each node. launch_plan decides what this node is; registry knows what runs here;
+rendezvous brings the launchers together and tells each of the others' end; supervise runs what is started
+here and leaves nothing behind. This module puts them in order, and so do the functions of this file:
 
 1. check: ports, leftovers of a killed launcher, preflight.
 2. meet: the head waits for the other launchers, a worker for the head; who differs is refused (agreement).
 3. run, supervised: source ENV_SCRIPT, then launch_node: Ray, and on the head TRAIN_SCRIPT (or check.py).
 4. end: the head's status is TRAIN_SCRIPT's, a worker's is the head's. A node that is lost ends all.
 5. with --restarts: after a failure, again from 1, until nothing fails or the same step failed twice.
-
-A launch is a directory in TMPDIR with launch.json in it, locked (flock) for as long as its launcher lives,
-and named by ASCEND_RL_LAUNCH in the environment of whatever it starts. --status and --stop go by these.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import shlex
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+from ascend_rl.launch import registry
 from ascend_rl.launch.agreement import Agreement
 from ascend_rl.launch.first_step import gate
 from ascend_rl.launch.launch_plan import (
     ROOT,
     SETTINGS,
     Plan,
-    endpoint,
     gather_settings,
     make_plan,
     own_addresses,
     read_cluster_file,
 )
+from ascend_rl.launch.registry import describe, launches, leftovers, registered, stop_command
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
-from ascend_rl.launch.supervise import Ending, descendants, processes, supervise
+from ascend_rl.launch.supervise import Ending, supervise
 from ascend_rl.process import counts
 from ascend_rl.process.ports import free_port
-from ascend_rl.settings import claim, hidden, static_kernels
+from ascend_rl.settings import claim, hidden
 from ascend_rl.settings.logs import set_aside
 from ascend_rl.settings.switch import CannotWork, switched_on
 
-MARK = static_kernels.LAUNCH
-STOP_PATIENCE_S = 60.0
-LONGEST_ENTRY = 1 << 16
 # Of a Unix socket; and the longest one of Ray below TMPDIR (ray/_private/node.py).
 LONGEST_SOCKET = 107
 RAY_SOCKET = "/ascend-rl-12345678/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-# What launch.json has at least.
-ENTRY = {"pid": int, "born": int, "nnodes": int, "ports": list}
-ENTRY |= dict.fromkeys(("run", "role", "address", "head", "log", "started"), str)
 # Not for what is started: frameworks give some of these a meaning of their own.
 LAUNCHERS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "CLUSTER_TOKEN", "RAY_ADDRESS")
 # Only bash can source the environment script.
@@ -74,187 +63,149 @@ exec python -m ascend_rl.launch.launch_node "$3"
 """
 
 
-class Stopped(Exception):
-    """A signal that came while supervise() was not running."""
-
-    def __init__(self, number: int):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.status = 128 + number
-
-
-def log(plan: Plan, text: str) -> None:
-    """A line for the user, also in this node's log."""
-    line = f"[{time.strftime('%H:%M:%S')}] {text}\n"
-    with contextlib.suppress(OSError):  # no terminal any more
-        sys.stderr.write("\r\x1b[K" * sys.stderr.isatty() + line)  # the line of progress is drawn again below
-        sys.stderr.flush()
-    with contextlib.suppress(OSError), log_file(plan).open("a") as file:
-        file.write(line)
-
-
-def log_file(plan: Plan) -> Path:
-    return (plan.output_dir / "train.log") if plan.role == "head" else plan.log_dir / "node.log"
-
-
-# Launches on this node.
-
-
-@contextlib.contextmanager
-def registered(plan: Plan) -> Iterator[Path]:
-    """The directory of Ray's and all temporary files of this launch; removed at the end."""
-    directory = Path(tempfile.mkdtemp(prefix="ascend-rl-"))
+def main(arguments: list[str]) -> int:
     try:
-        with (directory / "launch.json").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            json.dump(
-                {
-                    "pid": os.getpid(),
-                    "born": born(os.getpid()),
-                    "run": plan.run,
-                    "role": plan.role,
-                    "nnodes": plan.nnodes,
-                    "address": plan.address,
-                    "head": endpoint(plan.head, plan.ray_port),
-                    "ports": [plan.ray_port, plan.launch_port],
-                    "log": str(log_file(plan)),
-                    "started": time.strftime("%Y-%m-%d %H:%M:%S"),
-                },
-                file,
-            )
-            file.flush()
-            os.environ[MARK] = str(directory)
-            tempfile.tempdir = str(directory)  # of supervise(); so that --stop removes it after a SIGKILL
-            yield directory
-    finally:
-        tempfile.tempdir = None
-        remove(directory)
+        stop_by_signals()
+        args = parse(arguments)
+        if args.status:
+            return registry.status()
+        file = read_cluster_file(args.cluster) if args.cluster else {}
+        settings = gather_settings(vars(args), os.environ, file)
+        if args.stop:
+            return registry.stop(settings["RUN_NAME"])
+        plan = make_plan(settings, args.script, args.env_script, args.overrides, os.environ, check=args.check)
+        if args.dry_run or switched_on("DRY_RUN"):
+            show(plan)
+            check_node(plan)
+            check_inputs(plan)
+            return 0
+        return launch(plan)
+    except (CannotWork, RendezvousError, Stopped) as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return getattr(error, "status", 1)
 
 
-def launches() -> list[tuple[Path, dict, bool]]:
-    """(directory, launch.json, whether its launcher lives) of this user's launches on this node.
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ray_start_npu.sh", add_help=False, allow_abbrev=False)
+    parser.add_argument("--cluster", type=Path, metavar="FILE")
+    for name in ("--dry-run", "--check", "--status", "--stop"):
+        parser.add_argument(name, action="store_true")
+    parser.add_argument("--verbose", dest="VERBOSE", action="store_const", const="1")
+    for name in SETTINGS.keys() - {"VERBOSE"}:
+        parser.add_argument(f"--{name.lower().replace('_', '-')}", dest=name)
+    for name in ("script", "env_script"):
+        parser.add_argument(name, nargs="?", default="")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER)
 
-    TMPDIR is anybody's to write to: what is not a regular file of this user, in a directory of this user that
-    nobody else can write to, is not looked at, whoever this user is. What is no launch.json is no launch.
-    """
-    found = []
-    for path in sorted(Path(tempfile.gettempdir()).glob("ascend-rl-*/launch.json")):
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            if not own(path.parent.lstat(), stat.S_ISDIR):
-                continue
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-                if not own(os.fstat(file.fileno()), stat.S_ISREG):
-                    continue
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    alive = False
-                except BlockingIOError:
-                    alive = True
-                entry = json.loads(file.read(LONGEST_ENTRY))
-            if isinstance(entry, dict) and all(isinstance(entry.get(k), kind) for k, kind in ENTRY.items()):
-                found.append((path.parent, entry, alive))
-    return found
+    def error(message):
+        raise CannotWork(f"{message}; see: bash ray_start_npu.sh -h")
+
+    parser.error = error
+    return parser.parse_args(arguments)
 
 
-def own(about: os.stat_result, kind: Callable[[int], bool]) -> bool:
-    """Whether a file is of this kind, belongs to this user, and nobody else may write to it."""
-    return kind(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022
-
-
-def born(pid: int) -> int:
-    """When a process started, in clock ticks since the boot, which tells it from a later one; 0 for none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return 0
-
-
-def leftovers(directory: Path) -> set[int]:
-    """This user's processes that carry a launch's mark, and their descendants (a title may hide theirs)."""
-    found = set()
-    for pid in processes():
-        with contextlib.suppress(OSError):
-            marked = f"{MARK}={directory}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes() + b"\0"
-            if marked and Path(f"/proc/{pid}").stat().st_uid == os.geteuid():
-                found.add(pid)
-    for pid in list(found):
-        found |= descendants(pid).keys()
-    return found - {os.getpid()}
-
-
-def stop_command(entry: dict) -> str:
-    return f"bash ray_start_npu.sh --stop --run-name {entry['run']}"
-
-
-def describe(entry: dict) -> str:
-    return (
-        f"run '{entry['run']}' ({entry['role']} {entry['address']} of {entry['nnodes']} node(s), Ray at "
-        f"{entry['head']}, pid {entry['pid']}, since {entry['started']}, log {entry['log']})"
+def show(plan: Plan) -> None:
+    """Print the plan."""
+    print(f"run         {plan.run}: {plan.nnodes} node(s) x {plan.npus} NPUs")
+    print(f"this node   {plan.role}, {plan.address} on {plan.interface or 'an unknown interface'}")
+    print(
+        f"head        {plan.head}: Ray on port {plan.ray_port}"
+        + (f", the launcher on port {plan.launch_port}" if plan.nnodes > 1 else "")
     )
+    if plan.nodes:
+        print(f"nodes       {', '.join(plan.nodes)}")
+    print(f"log         {plan.log_file}; more in {plan.log_dir}")
+    print(
+        "dashboard   "
+        + (
+            f"{plan.settings['DASHBOARD_HOST']}:{plan.settings['DASHBOARD_PORT']} on the head"
+            if plan.settings["DASHBOARD_PORT"]
+            else "off"
+        )
+    )
+    for name, value in sorted((plan.environment() | {"RAY_AUTH_TOKEN": "(set)"}).items()):
+        print(f"variable    {name}={hidden.variable(name, value)}")
+    print(f"CANN        {os.environ.get('ASCEND_HOME_PATH', 'none found')}")
+    print(f"preloaded   {os.environ.get('LD_PRELOAD', 'nothing')}")
+    print(f"then        {plan.env_script or 'no ENV_SCRIPT'}")
+    print(f"starts      {shlex.join(hidden.words(plan.ray_start(Path('TMPDIR/r'), lambda: 'PORT')))}")
+    if plan.role == "head":
+        train = shlex.join(["bash", plan.script, *hidden.words(plan.overrides)])
+        print(f"trains      {train}\n            (what that would run: DRY_RUN=1 {train})")
 
 
-def status() -> int:
-    """Print this user's launches on this node; 0 if any is running."""
-    found = [(entry, alive, len(leftovers(directory))) for directory, entry, alive in launches()]
-    for entry, alive, left in found:
-        if alive:
-            print("running:", describe(entry))
-        elif left:
-            print(f"stale:   {describe(entry)}: killed, {left} processes are left; --stop ends them")
-    if any(alive for _, alive, _ in found):
-        return 0
-    print("no run on this node")
-    return 1
+def check_inputs(plan: Plan) -> None:
+    """Raise CannotWork if the run would be refused, for a dry run: the recipe itself is not started.
+
+    Not with SKIP_PREFLIGHT=1. SMOKE=1 brings inputs and sizes of its own; inputs are looked for on the head.
+    """
+    if plan.on("SKIP_PREFLIGHT"):
+        return
+    from ascend_rl.lint.lint import lint  # Hydra: 0.4 s that a run does not need
+
+    with mock.patch.dict(os.environ, plan.environment()):
+        found = lint(plan.script, plan.env_script or None, plan.overrides, here=plan.role == "head")
+    wrong = [f for f in found if f.severity == "error"]
+    if switched_on("SMOKE"):
+        wrong = [f for f in wrong if f.check.startswith(("script.", "config."))]
+    if wrong:
+        raise CannotWork("; ".join(f"{hidden.word(f.where)}: {hidden.text(f.why)} ({f.fix})" for f in wrong))
 
 
-def stop(run: str) -> int:
-    """End a launch on this node, and what a killed launcher left; 0 if that worked."""
-    found = [(directory, entry, alive) for directory, entry, alive in launches() if run in ("", entry["run"])]
-    if len({entry["run"] for _, entry, alive in found if alive}) > 1:
-        names = ", ".join(sorted({entry["run"] for _, entry, _ in found}))
-        raise CannotWork(f"several runs are on this node: {names}; say which with --run-name")
-    if not found:
-        print(f"no run{f' {run!r}' if run else ''} on this node")
-        return 1
-    for _, entry, alive in found:
-        print("stopping", describe(entry))
-        if alive and born(entry["pid"]) == entry["born"]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(entry["pid"], signal.SIGTERM)
-        elif alive:
-            print("ERROR: its launcher is in another container: stop it there", file=sys.stderr)
-            return 1
-    until = time.monotonic() + STOP_PATIENCE_S
-    while any(alive and (directory / "launch.json").exists() for directory, _, alive in found):
-        if time.monotonic() > until:
-            print(f"ERROR: still there after {STOP_PATIENCE_S:g} s; see its log", file=sys.stderr)
-            return 1
-        time.sleep(0.1)
-    for directory, _, alive in found:
-        if not alive:
-            remove_stale(directory)
-    return 0
+def launch(plan: Plan) -> int:
+    """Run everything on this node, again after failures where RESTARTS allows; returns the exit status."""
+    began_s = time.monotonic()
+    restarts = Restarts(0 if plan.check else int(plan.settings["RESTARTS"]))
+    for name in LAUNCHERS_OWN:
+        os.environ.pop(name, None)
+    os.environ.update(plan.environment())
+    code, again = start(plan, restarts)
+    while again:
+        stop_by_signals()  # supervise() has taken its own measures
+        code, again = start(plan, restarts)
+    return code if code or plan.check else report(plan, time.monotonic() - began_s)
 
 
-def remove_stale(directory: Path) -> None:
-    """End what a killed launcher left, politely first, and remove its directory."""
-    for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 30.0)):
-        until, told = time.monotonic() + patience_s, set()
-        while (pids := leftovers(directory)) and time.monotonic() < until:
-            for pid in pids - told:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            told |= pids
-            time.sleep(0.1)
-    remove(directory)
-
-
-def remove(directory: Path) -> None:
-    """The end of a launch whose processes have ended."""
-    static_kernels.uninstall(directory)
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-# Checks before anything starts.
+def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
+    """One start, from the checks to the end; returns the exit status, and whether to start again."""
+    check_node(plan)
+    preflight(plan)
+    try:
+        written = ("metrics.jsonl", "hydra", "run.json") if plan.role == "head" else ()
+        if plan.role == "head" and not claim.claim(plan.output_dir, plan.kind):
+            written += ("report.json", "report.html", "report.png")  # of whoever had the directory before
+        # They may be below output_dir, which has to be claimed while it is empty.
+        plan.log_dir.mkdir(parents=True, exist_ok=True)
+        plan.log_file.parent.mkdir(parents=True, exist_ok=True)
+        set_aside([plan.log_file, *(plan.output_dir / name for name in written)])
+        if plan.role == "head":  # for report.html: what differs from the recipe
+            started = {"script": plan.script, "env_script": plan.env_script, "overrides": plan.overrides}
+            (plan.output_dir / "run.json").write_text(json.dumps(started))
+        if switched_on("SMOKE"):  # what its processes record, see ascend_rl/recipe/rehearsal.py
+            record = plan.output_dir.resolve() / "record"
+            shutil.rmtree(record, ignore_errors=True)
+            record.mkdir(parents=True)
+            os.environ["SOFTWARE_NPU_RECORD"] = str(record)
+            os.environ["SOFTWARE_NPU_MEMORY_FILE"] = str(record / "memory")
+            os.environ[counts.VARIABLE] = str(record / "counts")
+    except OSError as error:
+        raise CannotWork(
+            f"{error.filename} cannot be written: {error.strerror}; set OUTPUT_DIR and LOG_DIR"
+        ) from error
+    if plan.role == "head" and plan.settings["DASHBOARD_PORT"]:
+        where = f"{plan.settings['DASHBOARD_HOST']}:{plan.settings['DASHBOARD_PORT']}"
+        log(plan, f"Ray's dashboard: http://{where}, which asks for the cluster token")
+    with registered(plan) as directory:
+        code, again = 1, False
+        try:
+            if plan.nnodes == 1:
+                code, again = alone(plan, directory, restarts)
+            else:
+                code, again = together(plan, directory, restarts)
+        finally:
+            if code:
+                keep_ray_logs(plan, directory)
+    return code, again
 
 
 def check_node(plan: Plan) -> None:
@@ -276,8 +227,8 @@ def check_node(plan: Plan) -> None:
                 f"and ports. End them with: {stop_command(entry)}"
             )
         if not alive:
-            remove(directory)
-        elif entry["log"] == str(log_file(plan)):
+            registry.forget(directory)
+        elif entry["log"] == str(plan.log_file):
             raise CannotWork(
                 f"this run is on here already: {describe(entry)}. Stop it with: "
                 f"{stop_command(entry)}, or give this one another OUTPUT_DIR"
@@ -324,144 +275,6 @@ def preflight(plan: Plan) -> None:
     command = [sys.executable, "-m", "ascend_rl.preflight", "--", *scripts]
     if subprocess.run(command, env=os.environ | plan.environment()).returncode:
         raise CannotWork("preflight found what would fail later, see above; SKIP_PREFLIGHT=1 starts anyway")
-
-
-def check_inputs(plan: Plan) -> None:
-    """Raise CannotWork if the run would be refused, for a dry run: the recipe itself is not started.
-
-    Not with SKIP_PREFLIGHT=1. SMOKE=1 brings inputs and sizes of its own; inputs are looked for on the head.
-    """
-    if plan.on("SKIP_PREFLIGHT"):
-        return
-    from ascend_rl.lint.lint import lint  # Hydra: 0.4 s that a run does not need
-
-    with mock.patch.dict(os.environ, plan.environment()):
-        found = lint(plan.script, plan.env_script or None, plan.overrides, here=plan.role == "head")
-    wrong = [f for f in found if f.severity == "error"]
-    if switched_on("SMOKE"):
-        wrong = [f for f in wrong if f.check.startswith(("script.", "config."))]
-    if wrong:
-        raise CannotWork("; ".join(f"{hidden.word(f.where)}: {hidden.text(f.why)} ({f.fix})" for f in wrong))
-
-
-# The run.
-
-
-class Restarts:
-    """Whether to start again after a failure, and why not.
-
-    >>> restarts = Restarts(5)
-    >>> [restarts.refusal(Ending(1, step)) for step in (3, 8, 8)]
-    ['', '', 'it failed twice at step 8: a third time would be no different']
-    >>> restarts.refusal(Ending(130, 9, "stopped by SIGINT", meant=True))
-    'it was stopped'
-    """
-
-    def __init__(self, allowed: int):
-        self.allowed, self.done = allowed, 0
-        self.failed_at = -1
-
-    def refusal(self, ending: Ending) -> str:
-        """Why not to start again after this end; "" to start again."""
-        if not ending.code:
-            return "it is done"
-        if ending.meant:
-            return "it was stopped"
-        if self.done >= self.allowed:
-            return f"it was started again {self.done} times, as often as RESTARTS allows"
-        if ending.step == self.failed_at:
-            where = f"at step {ending.step}" if ending.step else "before its first step"
-            return f"it failed twice {where}: a third time would be no different"
-        self.failed_at = ending.step
-        self.done += 1
-        return ""
-
-
-def launch(plan: Plan) -> int:
-    """Run everything on this node, again after failures where RESTARTS allows; returns the exit status."""
-    began_s = time.monotonic()
-    restarts = Restarts(0 if plan.check else int(plan.settings["RESTARTS"]))
-    for name in LAUNCHERS_OWN:
-        os.environ.pop(name, None)
-    os.environ.update(plan.environment())
-    code, again = start(plan, restarts)
-    while again:
-        stop_by_signals()  # supervise() has taken its own measures
-        code, again = start(plan, restarts)
-    if not code and not plan.check:
-        report(plan, time.monotonic() - began_s)
-    if switched_on("SMOKE") and not code and not plan.check:
-        told = [plan.script, str(plan.output_dir), "--environment", plan.env_script or ""]
-        told += ["--seconds", f"{time.monotonic() - began_s:.0f}"]
-        code = subprocess.run([sys.executable, "-m", "ascend_rl.rehearsal", *told]).returncode
-    return code
-
-
-def report(plan: Plan, wall_s: float) -> None:
-    """Print what the run did (ascend_rl.report), if it left metrics; a rehearsal has its own tables."""
-    wanted = plan.role == "head" and not plan.on("SKIP_REPORT") and not switched_on("SMOKE")
-    if wanted and (plan.output_dir / "metrics.jsonl").exists():
-        command = [sys.executable, "-m", "ascend_rl.report", str(plan.output_dir), "--wall", f"{wall_s:.0f}"]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-        if done.returncode:  # as of a trainer that writes other metrics; the run itself went well
-            log(plan, f"no report: {(done.stderr.strip() or 'killed').splitlines()[-1]}")
-
-
-def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
-    """One start, from the checks to the end; returns the exit status, and whether to start again."""
-    check_node(plan)
-    preflight(plan)
-    try:
-        written = ("metrics.jsonl", "hydra", "run.json") if plan.role == "head" else ()
-        if plan.role == "head" and not claim.claim(plan.output_dir, plan.kind):
-            written += ("report.json", "report.html", "report.png")  # of whoever had the directory before
-        # They may be below output_dir, which has to be claimed while it is empty.
-        plan.log_dir.mkdir(parents=True, exist_ok=True)
-        log_file(plan).parent.mkdir(parents=True, exist_ok=True)
-        set_aside([log_file(plan), *(plan.output_dir / name for name in written)])
-        if plan.role == "head":  # for report.html: what differs from the recipe
-            started = {"script": plan.script, "env_script": plan.env_script, "overrides": plan.overrides}
-            (plan.output_dir / "run.json").write_text(json.dumps(started))
-        if switched_on("SMOKE"):  # what its processes record, see ascend_rl/recipe/rehearsal.py
-            record = plan.output_dir.resolve() / "record"
-            shutil.rmtree(record, ignore_errors=True)
-            record.mkdir(parents=True)
-            os.environ["SOFTWARE_NPU_RECORD"] = str(record)
-            os.environ["SOFTWARE_NPU_MEMORY_FILE"] = str(record / "memory")
-            os.environ[counts.VARIABLE] = str(record / "counts")
-    except OSError as error:
-        raise CannotWork(
-            f"{error.filename} cannot be written: {error.strerror}; set OUTPUT_DIR and LOG_DIR"
-        ) from error
-    if plan.role == "head" and plan.settings["DASHBOARD_PORT"]:
-        where = f"{plan.settings['DASHBOARD_HOST']}:{plan.settings['DASHBOARD_PORT']}"
-        log(plan, f"Ray's dashboard: http://{where}, which asks for the cluster token")
-    with registered(plan) as directory:
-        code, again = 1, False
-        try:
-            if plan.nnodes == 1:
-                code, again = alone(plan, directory, restarts)
-            else:
-                code, again = together(plan, directory, restarts)
-        finally:
-            if code:
-                keep_ray_logs(plan, directory)
-    return code, again
-
-
-def decide(plan: Plan, restarts: Restarts, ending: Ending) -> bool:
-    """Whether this node, the head or a single one, starts again; said in the log of the run that ended."""
-    refusal = restarts.refusal(ending)
-    why = ending.why or f"status {ending.code}"
-    if not refusal:
-        log(
-            plan,
-            f"it failed after step {ending.step} ({why}); start {restarts.done + 1} of at most "
-            f"{restarts.allowed + 1} follows and goes on from the last checkpoint",
-        )
-    elif restarts.allowed and ending.code:
-        log(plan, f"not started again: {refusal} ({why})")
-    return not refusal
 
 
 def alone(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool]:
@@ -520,7 +333,7 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
         else:
             addresses = side.join(deadline_s, lambda text: log(plan, text))
         ours.close()
-        why = f"(its log there: {log_file(plan)})"
+        why = f"(its log there: {plan.log_file})"
         code = supervised(plan, directory, addresses, side.ended, leaving)
     except (RendezvousError, Stopped) as error:
         code, why = error.status, f"({error})"
@@ -561,10 +374,10 @@ def supervised(
     command = ["bash", "-c", INSIDE, "bash", str(ROOT), plan.env_script, json.dumps(job)]
     if not is_head:
         title = "" if plan.on("VERBOSE") else f"working for {plan.head}"
-        return supervise(command, log_file(plan), title=title, ended=ended, leaving=leaving)
+        return supervise(command, plan.log_file, title=title, ended=ended, leaving=leaving)
     return supervise(
         command,
-        log_file(plan),
+        plan.log_file,
         plan.output_dir / "metrics.jsonl",
         "" if plan.check or plan.on("VERBOSE") else "starting Ray, trainer and vLLM",
         plan.seconds("RUN_DEADLINE_S"),
@@ -574,6 +387,51 @@ def supervised(
         leaving,
         gate(plan.settings["GAP_LIMIT"], plan.output_dir, lambda text: log(plan, text)),
     )
+
+
+class Restarts:
+    """Whether to start again after a failure, and why not.
+
+    >>> restarts = Restarts(5)
+    >>> [restarts.refusal(Ending(1, step)) for step in (3, 8, 8)]
+    ['', '', 'it failed twice at step 8: a third time would be no different']
+    >>> restarts.refusal(Ending(130, 9, "stopped by SIGINT", meant=True))
+    'it was stopped'
+    """
+
+    def __init__(self, allowed: int):
+        self.allowed, self.done = allowed, 0
+        self.failed_at = -1
+
+    def refusal(self, ending: Ending) -> str:
+        """Why not to start again after this end; "" to start again."""
+        if not ending.code:
+            return "it is done"
+        if ending.meant:
+            return "it was stopped"
+        if self.done >= self.allowed:
+            return f"it was started again {self.done} times, as often as RESTARTS allows"
+        if ending.step == self.failed_at:
+            where = f"at step {ending.step}" if ending.step else "before its first step"
+            return f"it failed twice {where}: a third time would be no different"
+        self.failed_at = ending.step
+        self.done += 1
+        return ""
+
+
+def decide(plan: Plan, restarts: Restarts, ending: Ending) -> bool:
+    """Whether this node, the head or a single one, starts again; said in the log of the run that ended."""
+    refusal = restarts.refusal(ending)
+    why = ending.why or f"status {ending.code}"
+    if not refusal:
+        log(
+            plan,
+            f"it failed after step {ending.step} ({why}); start {restarts.done + 1} of at most "
+            f"{restarts.allowed + 1} follows and goes on from the last checkpoint",
+        )
+    elif restarts.allowed and ending.code:
+        log(plan, f"not started again: {refusal} ({why})")
+    return not refusal
 
 
 def keep_ray_logs(plan: Plan, directory: Path) -> None:
@@ -586,34 +444,37 @@ def keep_ray_logs(plan: Plan, directory: Path) -> None:
             log(plan, f"Ray's logs of this node are in {kept}")
 
 
-def show(plan: Plan) -> None:
-    """Print the plan."""
-    print(f"run         {plan.run}: {plan.nnodes} node(s) x {plan.npus} NPUs")
-    print(f"this node   {plan.role}, {plan.address} on {plan.interface or 'an unknown interface'}")
-    print(
-        f"head        {plan.head}: Ray on port {plan.ray_port}"
-        + (f", the launcher on port {plan.launch_port}" if plan.nnodes > 1 else "")
-    )
-    if plan.nodes:
-        print(f"nodes       {', '.join(plan.nodes)}")
-    print(f"log         {log_file(plan)}; more in {plan.log_dir}")
-    print(
-        "dashboard   "
-        + (
-            f"{plan.settings['DASHBOARD_HOST']}:{plan.settings['DASHBOARD_PORT']} on the head"
-            if plan.settings["DASHBOARD_PORT"]
-            else "off"
-        )
-    )
-    for name, value in sorted((plan.environment() | {"RAY_AUTH_TOKEN": "(set)"}).items()):
-        print(f"variable    {name}={hidden.variable(name, value)}")
-    print(f"CANN        {os.environ.get('ASCEND_HOME_PATH', 'none found')}")
-    print(f"preloaded   {os.environ.get('LD_PRELOAD', 'nothing')}")
-    print(f"then        {plan.env_script or 'no ENV_SCRIPT'}")
-    print(f"starts      {shlex.join(hidden.words(plan.ray_start(Path('TMPDIR/r'), lambda: 'PORT')))}")
-    if plan.role == "head":
-        train = shlex.join(["bash", plan.script, *hidden.words(plan.overrides)])
-        print(f"trains      {train}\n            (what that would run: DRY_RUN=1 {train})")
+def report(plan: Plan, wall_s: float) -> int:
+    """Print what the run did, if it left metrics. A rehearsal has its own tables, and their status."""
+    if switched_on("SMOKE"):
+        told = [plan.script, str(plan.output_dir), "--environment", plan.env_script or ""]
+        told += ["--seconds", f"{wall_s:.0f}"]
+        return subprocess.run([sys.executable, "-m", "ascend_rl.rehearsal", *told]).returncode
+    wanted = plan.role == "head" and not plan.on("SKIP_REPORT")
+    if wanted and (plan.output_dir / "metrics.jsonl").exists():
+        command = [sys.executable, "-m", "ascend_rl.report", str(plan.output_dir), "--wall", f"{wall_s:.0f}"]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode:  # as of a trainer that writes other metrics; the run itself went well
+            log(plan, f"no report: {(done.stderr.strip() or 'killed').splitlines()[-1]}")
+    return 0
+
+
+def log(plan: Plan, text: str) -> None:
+    """A line for the user, also in this node's log."""
+    line = f"[{time.strftime('%H:%M:%S')}] {text}\n"
+    with contextlib.suppress(OSError):  # no terminal any more
+        sys.stderr.write("\r\x1b[K" * sys.stderr.isatty() + line)  # the line of progress is drawn again below
+        sys.stderr.flush()
+    with contextlib.suppress(OSError), plan.log_file.open("a") as file:
+        file.write(line)
+
+
+class Stopped(Exception):
+    """A signal that came while supervise() was not running."""
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.status = 128 + number
 
 
 def stop_by_signals() -> None:
@@ -629,50 +490,6 @@ def stop_by_signals() -> None:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup(1) stays in force
             signal.signal(number, stopped)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # ray_start_npu.sh blocks SIGINT until here
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="ray_start_npu.sh", add_help=False, allow_abbrev=False)
-    parser.add_argument("--cluster", type=Path, metavar="FILE")
-    for name in ("--dry-run", "--check", "--status", "--stop"):
-        parser.add_argument(name, action="store_true")
-    parser.add_argument("--verbose", dest="VERBOSE", action="store_const", const="1")
-    for name in SETTINGS.keys() - {"VERBOSE"}:
-        parser.add_argument(f"--{name.lower().replace('_', '-')}", dest=name)
-    for name in ("script", "env_script"):
-        parser.add_argument(name, nargs="?", default="")
-    parser.add_argument("overrides", nargs=argparse.REMAINDER)
-
-    def error(message):
-        raise CannotWork(f"{message}; see: bash ray_start_npu.sh -h")
-
-    parser.error = error
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str]) -> int:
-    try:
-        stop_by_signals()
-        args = parse(arguments)
-        if args.status:
-            return status()
-        file = read_cluster_file(args.cluster) if args.cluster else {}
-        settings = gather_settings(vars(args), os.environ, file)
-        if args.stop:
-            return stop(settings["RUN_NAME"])
-        plan = make_plan(settings, args.script, args.env_script, args.overrides, os.environ)
-        if args.check:
-            plan = replace(plan, check=True, output_dir=plan.output_dir / "check")
-            plan = plan if plan.kind == claim.REHEARSAL else replace(plan, kind=claim.CHECK)
-        if args.dry_run or switched_on("DRY_RUN"):
-            show(plan)
-            check_node(plan)
-            check_inputs(plan)
-            return 0
-        return launch(plan)
-    except (CannotWork, RendezvousError, Stopped) as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return getattr(error, "status", 1)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,10 @@ class Plan:
     kind: str = claim.RUN  # of OUTPUT_DIR, see settings/claim.py
     check: bool = False  # run launch/check.py in place of the script
 
+    @property
+    def log_file(self) -> Path:
+        return (self.output_dir / "train.log") if self.role == "head" else self.log_dir / "node.log"
+
     def seconds(self, name: str) -> float:
         return float(self.settings[name])
 
@@ -237,41 +241,82 @@ def gather_settings(
     }
 
 
-def number(settings: Mapping[str, str], name: str, default: int, low: int = 1, high: int = 1 << 31) -> int:
-    text = settings[name] or str(default)
-    if not text.isascii() or not text.isdigit() or len(text) > 12 or not low <= int(text) <= high:
-        what = "a positive number" if (low, high) == (1, 1 << 31) else f"a number from {low} to {high}"
-        raise CannotWork(f"{name} must be {what}, it is '{text}'")
-    return int(text)
+def make_plan(
+    settings: dict[str, str],
+    script: str,
+    env_script: str,
+    overrides: list[str],
+    environ: Mapping[str, str],
+    mine: list[tuple[str, str]] | None = None,
+    check: bool = False,
+) -> Plan:
+    """Check everything that can be checked without another node.
 
-
-def own_addresses() -> list[tuple[str, str]]:
-    """(interface, address) of all interfaces that are not link-local."""
-    import psutil
-
-    found = []
-    for interface, addresses in psutil.net_if_addrs().items():
-        for address in addresses:
-            if address.family in (socket.AF_INET, socket.AF_INET6):
-                text = address.address.partition("%")[0]
-                if not ipaddress.ip_address(text).is_link_local:
-                    found.append((interface, text))
-    return found
-
-
-def resolve(name: str) -> str:
-    """The address of a host name; an address is returned as it is, in its shortest form."""
-    try:
-        return str(ipaddress.ip_address(name))
-    except ValueError:
-        pass
-    try:
-        return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
+    Raises:
+        CannotWork: with a sentence that says which setting is wrong.
+    """
+    if not script:
+        raise CannotWork("no training script given; see: bash ray_start_npu.sh -h")
+    if not Path(script).is_file():
+        scripts = " ".join(f"internal/{p.name}" for p in sorted((ROOT / "internal").glob("train_*.sh")))
+        raise CannotWork(f"training script '{script}' not found; there are: {scripts}")
+    if env_script and not Path(env_script).is_file():
+        raise CannotWork(f"environment script '{env_script}' not found")
+    for name in SETTINGS:
+        if name.endswith("_DEADLINE_S") and not settings[name].replace(".", "", 1).isdigit():
+            raise CannotWork(f"{name} must be seconds, it is '{settings[name]}'")
+    for name in SWITCHES:
+        switched_on(name, settings)
+    if not settings["GAP_LIMIT"].replace(".", "", 1).replace("e-", "", 1).isdigit() and settings["GAP_LIMIT"]:
+        raise CannotWork(f"GAP_LIMIT must be a number such as 0.05, it is '{settings['GAP_LIMIT']}'")
+    number(settings, "RESTARTS", 0, 0, 1000)
+    listed = len(settings["NODES"].replace(",", " ").split())
+    nnodes = number(settings, "NNODES", listed or 1, high=MOST_NODES)
+    if 0 < listed < nnodes:
+        raise CannotWork(f"NNODES is {nnodes}, but NODES lists {listed} addresses")
+    if listed > nnodes == 1:
         raise CannotWork(
-            f"'{name}' is not an address, and no host of that name is found ({error.strerror}); "
-            "give the head's IP address as MASTER_ADDR"
-        ) from error
+            f"NNODES is 1, but NODES lists {listed} addresses: spare nodes are for two nodes or more"
+        )
+    if nnodes == 1:
+        role, address, head, nodes, interface = "head", "127.0.0.1", "127.0.0.1", [], "lo"
+    else:
+        mine = own_addresses() if mine is None else mine
+        if settings["RANK"]:
+            number(settings, "RANK", 0, 0, max(nnodes, listed) - 1)
+        role, address, head, nodes = choose_addresses(settings, mine)
+        interface = next((name for name, own in mine if own == address), "")
+    token = read_token(environ, settings["CLUSTER_TOKEN_FILE"], needed=nnodes > 1)
+    ray_port = number(settings, "RAY_PORT", 6379 if nnodes > 1 else free_port(), 1, 65534)
+    kind = claim.QUICKSTART if environ.get("RUN_KIND") == claim.QUICKSTART else claim.RUN
+    kind = claim.REHEARSAL if switched_on("SMOKE", environ) else kind
+    name = Path(script).stem.removeprefix("train_") + "_rehearsal" * (kind == claim.REHEARSAL)
+    output_dir = settings["OUTPUT_DIR"] or ROOT / "outputs" / name
+    run = settings["RUN_NAME"] or Path(output_dir).name
+    if check:
+        output_dir = Path(output_dir) / "check"
+        kind = kind if kind == claim.REHEARSAL else claim.CHECK
+    return Plan(
+        script=script,
+        env_script=env_script,
+        overrides=overrides,
+        settings=settings,
+        role=role,
+        address=address,
+        interface=interface,
+        head=head,
+        nnodes=nnodes,
+        nodes=nodes,
+        npus=number(settings, "NPUS_PER_NODE", npus_here() or 1, high=MOST_NPUS),
+        ray_port=ray_port,
+        launch_port=number(settings, "LAUNCH_PORT", ray_port + 1, 1, 65535),
+        run=run,
+        output_dir=Path(output_dir).absolute(),
+        log_dir=Path(settings["LOG_DIR"] or ROOT / "logs" / run).absolute() / address,
+        token=token,
+        kind=kind,
+        check=check,
+    )
 
 
 def route_source(target: str) -> str:
@@ -362,6 +407,35 @@ def pick(wanted: str, ipv6: bool, mine: list[tuple[str, str]], here: str) -> str
     return found[0]
 
 
+def resolve(name: str) -> str:
+    """The address of a host name; an address is returned as it is, in its shortest form."""
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        pass
+    try:
+        return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise CannotWork(
+            f"'{name}' is not an address, and no host of that name is found ({error.strerror}); "
+            "give the head's IP address as MASTER_ADDR"
+        ) from error
+
+
+def own_addresses() -> list[tuple[str, str]]:
+    """(interface, address) of all interfaces that are not link-local."""
+    import psutil
+
+    found = []
+    for interface, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family in (socket.AF_INET, socket.AF_INET6):
+                text = address.address.partition("%")[0]
+                if not ipaddress.ip_address(text).is_link_local:
+                    found.append((interface, text))
+    return found
+
+
 def read_token(environ: Mapping[str, str], file: str, needed: bool = True) -> str:
     """The secret, from CLUSTER_TOKEN or a file that only its owner may read; else, if not needed, random."""
     token = environ.get("CLUSTER_TOKEN", "").strip()
@@ -392,74 +466,9 @@ def read_token(environ: Mapping[str, str], file: str, needed: bool = True) -> st
     return token
 
 
-def make_plan(
-    settings: dict[str, str],
-    script: str,
-    env_script: str,
-    overrides: list[str],
-    environ: Mapping[str, str],
-    mine: list[tuple[str, str]] | None = None,
-) -> Plan:
-    """Check everything that can be checked without another node.
-
-    Raises:
-        CannotWork: with a sentence that says which setting is wrong.
-    """
-    if not script:
-        raise CannotWork("no training script given; see: bash ray_start_npu.sh -h")
-    if not Path(script).is_file():
-        scripts = " ".join(f"internal/{p.name}" for p in sorted((ROOT / "internal").glob("train_*.sh")))
-        raise CannotWork(f"training script '{script}' not found; there are: {scripts}")
-    if env_script and not Path(env_script).is_file():
-        raise CannotWork(f"environment script '{env_script}' not found")
-    for name in SETTINGS:
-        if name.endswith("_DEADLINE_S") and not settings[name].replace(".", "", 1).isdigit():
-            raise CannotWork(f"{name} must be seconds, it is '{settings[name]}'")
-    for name in SWITCHES:
-        switched_on(name, settings)
-    if not settings["GAP_LIMIT"].replace(".", "", 1).replace("e-", "", 1).isdigit() and settings["GAP_LIMIT"]:
-        raise CannotWork(f"GAP_LIMIT must be a number such as 0.05, it is '{settings['GAP_LIMIT']}'")
-    number(settings, "RESTARTS", 0, 0, 1000)
-    listed = len(settings["NODES"].replace(",", " ").split())
-    nnodes = number(settings, "NNODES", listed or 1, high=MOST_NODES)
-    if 0 < listed < nnodes:
-        raise CannotWork(f"NNODES is {nnodes}, but NODES lists {listed} addresses")
-    if listed > nnodes == 1:
-        raise CannotWork(
-            f"NNODES is 1, but NODES lists {listed} addresses: spare nodes are for two nodes or more"
-        )
-    if nnodes == 1:
-        role, address, head, nodes, interface = "head", "127.0.0.1", "127.0.0.1", [], "lo"
-    else:
-        mine = own_addresses() if mine is None else mine
-        if settings["RANK"]:
-            number(settings, "RANK", 0, 0, max(nnodes, listed) - 1)
-        role, address, head, nodes = choose_addresses(settings, mine)
-        interface = next((name for name, own in mine if own == address), "")
-    token = read_token(environ, settings["CLUSTER_TOKEN_FILE"], needed=nnodes > 1)
-    ray_port = number(settings, "RAY_PORT", 6379 if nnodes > 1 else free_port(), 1, 65534)
-    kind = claim.QUICKSTART if environ.get("RUN_KIND") == claim.QUICKSTART else claim.RUN
-    kind = claim.REHEARSAL if switched_on("SMOKE", environ) else kind
-    name = Path(script).stem.removeprefix("train_") + "_rehearsal" * (kind == claim.REHEARSAL)
-    output_dir = settings["OUTPUT_DIR"] or ROOT / "outputs" / name
-    run = settings["RUN_NAME"] or Path(output_dir).name
-    return Plan(
-        script=script,
-        env_script=env_script,
-        overrides=overrides,
-        settings=settings,
-        role=role,
-        address=address,
-        interface=interface,
-        head=head,
-        nnodes=nnodes,
-        nodes=nodes,
-        npus=number(settings, "NPUS_PER_NODE", npus_here() or 1, high=MOST_NPUS),
-        ray_port=ray_port,
-        launch_port=number(settings, "LAUNCH_PORT", ray_port + 1, 1, 65535),
-        run=run,
-        output_dir=Path(output_dir).absolute(),
-        log_dir=Path(settings["LOG_DIR"] or ROOT / "logs" / run).absolute() / address,
-        token=token,
-        kind=kind,
-    )
+def number(settings: Mapping[str, str], name: str, default: int, low: int = 1, high: int = 1 << 31) -> int:
+    text = settings[name] or str(default)
+    if not text.isascii() or not text.isdigit() or len(text) > 12 or not low <= int(text) <= high:
+        what = "a positive number" if (low, high) == (1, 1 << 31) else f"a number from {low} to {high}"
+        raise CannotWork(f"{name} must be {what}, it is '{text}'")
+    return int(text)
