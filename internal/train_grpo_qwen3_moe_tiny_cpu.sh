@@ -4,7 +4,7 @@
 # Usage:    NPUS_PER_NODE=2 bash ray_start_npu.sh internal/train_grpo_qwen3_moe_tiny_cpu.sh \
 #               internal/cpu_megatron_env.sh [HYDRA_OVERRIDES...]
 # Example:  NPUS_PER_NODE=2 bash ray_start_npu.sh internal/train_grpo_qwen3_moe_tiny_cpu.sh internal/cpu_megatron_env.sh
-#           python -m ascend_rl.report outputs/gspo_qwen3_moe_tiny_cpu --compare outputs/grpo_qwen3_moe_tiny_cpu
+#           python -m ascend_rl.report outputs/gspo_qwen3_moe_tiny_cpu outputs/grpo_qwen3_moe_tiny_cpu
 # Writes:   OUTPUT_DIR (outputs/grpo_qwen3_moe_tiny_cpu): train.log, metrics.jsonl, the report
 # Hardware: 2 cores, 12 GiB
 # Duration: about 3 minutes, two thirds of which is startup

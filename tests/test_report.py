@@ -378,7 +378,7 @@ def test_command_draws_the_compared_run(run, tmp_path):
     other = write(tmp_path / "elsewhere" / run.name, rows)
     assert command(run).returncode == 0
     alone = picture(run / "report.png")
-    result = command(run, "--compare", other)
+    result = command(run, other)
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads((run / "report.json").read_text()) == figures(run)
     both = picture(run / "report.png")

@@ -1,6 +1,6 @@
 """Report what a run did, from verl's metrics.jsonl: a table, report.json and report.png.
 
-python -m ascend_rl.report outputs/gspo_qwen3_tiny_cpu [--compare outputs/grpo_qwen3_tiny_cpu]
+python -m ascend_rl.report outputs/gspo_qwen3_tiny_cpu [outputs/grpo_qwen3_tiny_cpu]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
         description="Table, report.json and report.png of a run, with --html also report.html.",
         epilog="""Examples:
   python -m ascend_rl.report outputs/gspo_qwen3_tiny_cpu
-  python -m ascend_rl.report outputs/new --compare outputs/old      # both in one picture
+  python -m ascend_rl.report outputs/new outputs/old                # both in one picture
   python -m ascend_rl.report outputs/new outputs/old --html         # one page, also with warnings
 
 Writes report.json, report.png and, with --html, report.html into the directory of the (first) run.""",
@@ -29,9 +29,6 @@ Writes report.json, report.png and, with --html, report.html into the directory 
     )
     parser.add_argument(
         "run", type=Path, nargs="+", help="directory with metrics.jsonl; more to compare it with"
-    )
-    parser.add_argument(
-        "--compare", type=Path, nargs="*", default=[], metavar="RUN", help="the same as more runs"
     )
     parser.add_argument("--html", action="store_true", help="write one page that needs no other file")
     parser.add_argument("--wall", type=real(), metavar="S", help="how long the whole run took")
@@ -46,16 +43,15 @@ Writes report.json, report.png and, with --html, report.html into the directory 
         "--max-probs-diff", type=real(), metavar="D", help="fail if rollout and trainer differed by more"
     )
     args = parser.parse_args()
-    directories = [*args.run, *args.compare]
-    run = directories[0]
-    runs = [(one.resolve().name, read_run(one)) for one in directories]
+    run = args.run[0]
+    runs = [(one.resolve().name, read_run(one)) for one in args.run]
     report = summarise(runs[0][1], args.wall, predicted(run, runs[0][1]))
     (run / "report.json").write_text(as_json(report))
     plot(runs, run / "report.png")
     print(table(report))
     print(f"\n{run / 'report.png'}\n{run / 'report.json'}")
     if args.html:
-        page = report_page.page(directories, [rows for _, rows in runs], args.wall, report["predicted_s"])
+        page = report_page.page(args.run, [rows for _, rows in runs], args.wall, report["predicted_s"])
         (run / "report.html").write_text(page)
         print(run / "report.html")
     if problems := shortfalls(report, args.min_reward, args.max_probs_diff):

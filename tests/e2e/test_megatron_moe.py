@@ -51,7 +51,7 @@ def test_its_grpo_twin_runs_and_one_plot_compares_the_two(root, gspo, tmp_path, 
     twin = train("train_grpo_qwen3_moe_tiny_cpu.sh", tmp_path / "grpo", 4, ALL_TO_ALL_RESHARD=1)
     assert len(twin) == 4
     same_probabilities(twin)  # experts by AllToAllV
-    report(root, gspo[0], "--compare", tmp_path / "grpo")
+    report(root, gspo[0], tmp_path / "grpo")
     assert (gspo[0] / "report.png").stat().st_size > 10_000
 
 
