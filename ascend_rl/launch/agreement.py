@@ -203,9 +203,9 @@ def offer(directory: Path) -> Path:
     return file
 
 
-def shared(directory: Path, name: str, patience_s: float = SEEN_S) -> str:
+def shared(directory: Path, name: str) -> str:
     """On a worker: why the head's file is not found here, or none can be written beside it; or ""."""
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + SEEN_S
     while not (directory / name).exists():
         if time.monotonic() > until:
             return (

@@ -251,7 +251,7 @@ def rollout(deadline_s: float = DEADLINE_S) -> list[str]:
     return errors
 
 
-def smoke(deadline_s: float = DEADLINE_S) -> tuple[list[str], list[str]]:
+def smoke() -> tuple[list[str], list[str]]:
     """Steps 2 and 3 on all NPUs of the connected Ray cluster; returns errors and warnings, prints figures."""
     import ray
 
@@ -259,10 +259,10 @@ def smoke(deadline_s: float = DEADLINE_S) -> tuple[list[str], list[str]]:
 
     def ask(calls: list) -> list:
         """All answers; raises with the names of those that gave none."""
-        _, late = ray.wait(calls, num_returns=len(calls), timeout=deadline_s)
+        _, late = ray.wait(calls, num_returns=len(calls), timeout=DEADLINE_S)
         missing = [name for name, call in zip(names, calls, strict=True) if call in late]
         if missing:
-            raise TimeoutError(f"no answer within {deadline_s:g} s from: {', '.join(missing)}")
+            raise TimeoutError(f"no answer within {DEADLINE_S:g} s from: {', '.join(missing)}")
         return ray.get(calls)
 
     try:

@@ -65,9 +65,9 @@ def sources(root: Path) -> ModuleType:
     return module
 
 
-def load_lock(root: Path = ROOT) -> dict[str, dict]:
+def load_lock() -> dict[str, dict]:
     """The tables of frameworks.lock."""
-    return sources(root).Project.load(root).tables
+    return sources(ROOT).Project.load(ROOT).tables
 
 
 # The node: code, software, limits, ports.

@@ -160,12 +160,12 @@ def hdp_share(step: Step, lengths: np.ndarray) -> float:
     return hdp.plan(*sizes).makespan / hdp.plan(*sizes, rings=False).makespan
 
 
-def predict(step: Step, median: float = MEDIAN, seeds: int = SEEDS) -> Prediction:
+def predict(step: Step, median: float = MEDIAN) -> Prediction:
     """The step with responses of ``median`` tokens, half of them longer."""
     found: list[dict[str, float]] = []
     rollouts: list[RolloutTime] = []
     tokens = 0.0
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         lengths = step.lengths(seed, median)
         rollout = rollout_time.rollout_time(lengths, PROMPT, step.decoder, step.engines)
         whole = lengths.reshape(-1) + round(PROMPT)
@@ -182,7 +182,7 @@ def predict(step: Step, median: float = MEDIAN, seeds: int = SEEDS) -> Predictio
             | {"update": update, "weight sync and offload": sync}
         )
         rollouts.append(rollout)
-        tokens += whole.sum() / seeds
+        tokens += whole.sum() / SEEDS
     phases = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
     parts = {
         name: step.generations * float(np.mean([getattr(one, name) for one in rollouts]))
