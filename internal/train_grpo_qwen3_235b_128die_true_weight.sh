@@ -17,7 +17,7 @@
 MAX_PROMPT=2048 MAX_RESPONSE=32768 DATA=deepscaler CP=4
 TRAIN_BATCH=512 MINI_BATCH=512      # one update per step: on-policy
 ARGS=(
-    actor_rollout_ref.actor.recompute_old_log_prob=False    # one update a step: the old log-probs are the new ones
+    actor_rollout_ref.actor.compute_old_log_prob=False    # one update a step: the old log-probs are the new ones
     actor_rollout_ref.rollout.gpu_memory_utilization=0.87
 )
 recipe qwen3_235b grpo "$@"

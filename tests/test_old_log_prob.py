@@ -11,7 +11,7 @@ from ascend_rl.loss.old_log_prob import SWITCH, leave_out, old_log_prob_of, reco
 from ascend_rl.settings.switch import CannotWork
 
 ACTOR = "actor_rollout_ref.actor"
-OFF = {"recompute_old_log_prob": False, "ppo_mini_batch_size": 4, "ppo_epochs": 1}
+OFF = {"compute_old_log_prob": False, "ppo_mini_batch_size": 4, "ppo_epochs": 1}
 
 
 def configuration(**changes):
@@ -51,7 +51,7 @@ def test_settings_that_need_them_are_refused_by_name(key):
         CannotWork, match=f"{SWITCH}=False is incompatible with this configuration:\n  {named or key}: "
     ):
         recompute(config)
-    config.actor_rollout_ref.actor.recompute_old_log_prob = True
+    config.actor_rollout_ref.actor.compute_old_log_prob = True
     assert recompute(config)  # with the pass, all of them work
 
 
@@ -70,7 +70,7 @@ def test_all_reasons_are_given_together():
 def test_one_update_a_step_works_without_them(changes):
     assert recompute(configuration(**changes)) is False
     config = configuration(**changes)
-    del config.actor_rollout_ref.actor.recompute_old_log_prob
+    del config.actor_rollout_ref.actor.compute_old_log_prob
     assert recompute(config) is True  # the default
 
 
@@ -78,7 +78,7 @@ def test_the_actor_reads_no_old_log_probs_for_one_update():
     keys = ["responses", "old_log_probs", "advantages"]
     for rows in (1, 4):
         assert leave_out(keys, OFF, rows) == ["responses", "advantages"]
-    for actor in ({}, OFF | {"recompute_old_log_prob": True}):
+    for actor in ({}, OFF | {"compute_old_log_prob": True}):
         assert leave_out(keys, actor, 99) == keys
 
 
@@ -94,14 +94,14 @@ def test_old_log_probs_are_those_trained_without_gradient():
     log_prob, brought = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.tensor([[-3.0, -4.0]])
     old = old_log_prob_of({}, log_prob, OFF)
     assert torch.equal(old, log_prob) and not old.requires_grad
-    for actor in ({}, OFF | {"recompute_old_log_prob": True}):
+    for actor in ({}, OFF | {"compute_old_log_prob": True}):
         assert old_log_prob_of({"old_log_probs": brought}, log_prob, actor) is brought
 
 
 @pytest.mark.parametrize(("actor", "reported"), [
     (OFF | {"calculate_entropy": True}, True), (OFF | {"calculate_entropy": False}, False), (OFF, False),
     ({"calculate_entropy": True}, False),
-    ({"recompute_old_log_prob": True, "calculate_entropy": True}, False),
+    ({"compute_old_log_prob": True, "calculate_entropy": True}, False),
 ])  # fmt: skip
 def test_the_update_reports_the_entropy_if_nothing_else_does(actor, reported):
     assert reports_entropy(actor) is reported

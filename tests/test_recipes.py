@@ -112,7 +112,7 @@ TWINS = {
             "actor_rollout_ref.actor.use_kl_loss",
             "actor_rollout_ref.actor.kl_loss_coef",
             "algorithm.kl_ctrl.kl_coef",
-            "actor_rollout_ref.actor.recompute_old_log_prob",
+            "actor_rollout_ref.actor.compute_old_log_prob",
             "data.train_batch_size",
         },
     ),

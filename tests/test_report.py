@@ -625,7 +625,7 @@ HEALTHY = {
         ({"rollout/num_preempted": 12}, [], ["12 times in a step a request is preempted"]),
         ({"timing_s/update_weights": 20.0}, [], ["weight sync is 20% of a step"]),
         ({"timing_s/old_log_prob": 20.0}, [], ["old log-probs are 20% of a step"]),
-        ({"timing_s/old_log_prob": 20.0}, ["actor.recompute_old_log_prob=False"], []),
+        ({"timing_s/old_log_prob": 20.0}, ["actor.compute_old_log_prob=False"], []),
         ({"response_length/clip_ratio": 0.2}, [], ["20% of the last responses are cut"]),
         ({"dapo/num_gen_batches": 5}, [], ["a step needs 5 generation batches"]),
         ({"actor/grad_norm": math.nan}, [], ["actor/grad_norm is not a number in step 1, 2, 3"]),

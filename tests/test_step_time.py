@@ -192,7 +192,7 @@ def recommended(recipe: str, *overrides: str) -> set[str]:
     return {name for name, could, _ in step_time.SWITCHES if could(step) and works(name)}
 
 
-OLD = "actor.recompute_old_log_prob=False"
+OLD = "actor.compute_old_log_prob=False"
 
 
 def test_what_the_linter_refuses_is_not_recommended():

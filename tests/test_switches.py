@@ -112,7 +112,7 @@ def test_the_table_has_every_switch():
     assert read - {*VARIABLES} - tuned - LAUNCHER - ANYWHERE - INPUTS == set()
     assert recipes_own().keys() - {*VARIABLES} == set()
     keys = documented()[1]
-    assert keys["actor_rollout_ref.actor.recompute_old_log_prob"] == "False" and len(keys) > 10
+    assert keys["actor_rollout_ref.actor.compute_old_log_prob"] == "False" and len(keys) > 10
 
 
 def test_every_switch_has_a_reader_and_a_page():

@@ -168,7 +168,7 @@ def overlong_length(s):
     "error",
     "old log-probs are skipped only where they equal the new ones",
     why="with a second update, or a correction that compares them, old and new differ: ratios become wrong",
-    fix="one mini-batch a step, ppo_epochs=1 and no rollout correction; or recompute_old_log_prob=True",
+    fix="one mini-batch a step, ppo_epochs=1 and no rollout correction; or compute_old_log_prob=True",
 )
 def algorithm_old_log_prob(s):
     from omegaconf import OmegaConf

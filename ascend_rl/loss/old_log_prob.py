@@ -1,10 +1,10 @@
-"""Training without the forward pass for old log-probs (actor.recompute_old_log_prob=False).
+"""Training without the forward pass for old log-probs (actor.compute_old_log_prob=False).
 
 A policy-gradient loss compares the log-probs being trained with those of the policy before the step. With one
 update a step the two are the same number: the trained log-prob without its gradient. The forward pass
 that computes the old ones beforehand then wastes a fifth to a quarter of the training FLOPs.
 
-Invariants (tests/patched/test_recompute_old_log_prob.py): the update is the same with and without the pass,
+Invariants (tests/patched/test_compute_old_log_prob.py): the update is the same with and without the pass,
 bit for bit where both passes compute the same numbers; settings under which old and new log-probs differ, or
 which read the old ones elsewhere, are refused before a model is loaded.
 """
@@ -19,7 +19,7 @@ from ascend_rl.settings.switch import refuse
 if TYPE_CHECKING:  # the linter, which takes a second, uses `problems`
     import torch
 
-SWITCH = "actor_rollout_ref.actor.recompute_old_log_prob"
+SWITCH = "actor_rollout_ref.actor.compute_old_log_prob"
 
 
 def problems(config: Any) -> list[tuple[str, str]]:
@@ -40,11 +40,11 @@ def problems(config: Any) -> list[tuple[str, str]]:
         (str(algorithm.adv_estimator).endswith("optimal_token_baseline"), "algorithm.adv_estimator",
          f"{algorithm.adv_estimator} reads old log-probs; use grpo, or another that needs rewards only"),
         (correction.get("bypass_mode"), "algorithm.rollout_correction.bypass_mode",
-         "True already takes the rollout's log-probs for old ones; leave recompute_old_log_prob at True"),
+         "True already takes the rollout's log-probs for old ones; leave compute_old_log_prob at True"),
         (correction.get("rollout_is") or correction.get("rollout_rs"), "algorithm.rollout_correction",
          "compares old log-probs with the rollout's; set rollout_is and rollout_rs to null"),
         (actor.get("use_rollout_log_probs"), "actor_rollout_ref.actor.use_rollout_log_probs",
-         "True takes the rollout's log-probs for old ones; leave recompute_old_log_prob at True"),
+         "True takes the rollout's log-probs for old ones; leave compute_old_log_prob at True"),
         (actor.get("router_replay", {}).get("mode") == "R2", "actor_rollout_ref.actor.router_replay.mode",
          "R2 records the routing in the pass that is left out; use disabled"),
         (config.trainer.get("use_legacy_worker_impl") == "disable", "trainer.use_legacy_worker_impl",
@@ -60,7 +60,7 @@ def recompute(config: Any) -> bool:
     Raises:
         CannotWork: naming the settings and what to set instead.
     """
-    if config.actor_rollout_ref.actor.get("recompute_old_log_prob", True):
+    if config.actor_rollout_ref.actor.get("compute_old_log_prob", True):
         return True
     refuse(f"{SWITCH}=False", (f"{key}: {text}" for key, text in problems(config)))
     return False
@@ -76,7 +76,7 @@ def leave_out(keys: list[str], actor: Mapping[str, Any], rows: int) -> list[str]
     Raises:
         CannotWork: the batch is more than one update.
     """
-    if actor.get("recompute_old_log_prob", True):
+    if actor.get("compute_old_log_prob", True):
         return keys
     size, epochs = actor.get("ppo_mini_batch_size"), actor.get("ppo_epochs")
     if rows > size or epochs != 1:
@@ -89,9 +89,9 @@ def old_log_prob_of(
     micro_batch: Mapping[str, torch.Tensor], log_prob: torch.Tensor, actor: Mapping[str, Any]
 ) -> torch.Tensor:
     """Old log-probs of a micro-batch: those it brings, or the trained ones without gradient: [B, T]."""
-    return micro_batch["old_log_probs"] if actor.get("recompute_old_log_prob", True) else log_prob.detach()
+    return micro_batch["old_log_probs"] if actor.get("compute_old_log_prob", True) else log_prob.detach()
 
 
 def reports_entropy(actor: Mapping[str, Any]) -> bool:
     """Whether the update has to report the entropy, as the pass that is left out would have done."""
-    return not actor.get("recompute_old_log_prob", True) and bool(actor.get("calculate_entropy"))
+    return not actor.get("compute_old_log_prob", True) and bool(actor.get("calculate_entropy"))

@@ -105,7 +105,7 @@ def step_of(s: Setup) -> Step:
         latency=latency,
     )
     reference = s.get(f"{ACTOR}.use_kl_loss") or s.get("algorithm.use_kl_in_reward")
-    old = s.get(f"{ACTOR}.recompute_old_log_prob", True)
+    old = s.get(f"{ACTOR}.compute_old_log_prob", True)
     step = Step(
         model=plan.model,
         training=plan.training.layout,
@@ -234,7 +234,7 @@ SWITCHES: tuple[tuple[str, Callable[[Step], bool], Callable[[Step], Step]], ...]
     ),
     ("USE_HDP=1", lambda step: step.training.cp > 1 and not step.hdp, lambda step: replace(step, hdp=True)),
     (
-        "actor.recompute_old_log_prob=False",
+        "actor.compute_old_log_prob=False",
         lambda step: "old log-prob" in step.passes,
         lambda step: replace(step, passes=tuple(one for one in step.passes if one != "old log-prob")),
     ),

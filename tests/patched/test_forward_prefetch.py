@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from megatron_tiny import make_batch, make_checkpoint, own_share
-from patched.test_recompute_old_log_prob import fsdp_worker
+from patched.test_compute_old_log_prob import fsdp_worker
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 

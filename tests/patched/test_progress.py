@@ -9,7 +9,7 @@ import pytest
 import torch
 from counting_servers import PROMPTS, make_manager, rollout
 from megatron_tiny import Layout, make_batch, make_checkpoint, make_worker, own_share
-from patched.test_recompute_old_log_prob import fsdp_worker
+from patched.test_compute_old_log_prob import fsdp_worker
 from ranks import run_ranks
 
 from ascend_rl.settings.progress import FILE

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from megatron_tiny import RESPONSE, make_batch, make_checkpoint, own_share
-from patched.test_recompute_old_log_prob import fsdp_worker
+from patched.test_compute_old_log_prob import fsdp_worker
 from ranks import run_ranks
 
 ACTOR = "actor_rollout_ref.actor"

@@ -19,7 +19,7 @@ from megatron_tiny import (
     own_share,
     response_log_probs,
 )
-from patched.test_recompute_old_log_prob import fsdp_worker
+from patched.test_compute_old_log_prob import fsdp_worker
 from ranks import run_ranks
 
 ACTOR = "actor_rollout_ref.actor"

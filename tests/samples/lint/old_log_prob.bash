@@ -1,6 +1,6 @@
 # finds: algorithm.old_log_prob
 # Old log-probs left out with two updates a step.
 . "$(dirname "$0")/megatron.bash"
-SET[$actor.recompute_old_log_prob]=False #-
+SET[$actor.compute_old_log_prob]=False #-
 SET[$actor.ppo_mini_batch_size]=32
 run "$@"

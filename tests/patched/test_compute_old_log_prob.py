@@ -12,7 +12,7 @@ from ranks import run_ranks
 from training_stage import FILTER, Stage, train
 
 ACTOR = "actor_rollout_ref.actor"
-OFF = f"{ACTOR}.recompute_old_log_prob=False"
+OFF = f"{ACTOR}.compute_old_log_prob=False"
 EXPERTS = 8
 ONE_UPDATE = f"{ACTOR}.ppo_mini_batch_size=4"
 REFUSED = {
