@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from ascend_rl.estimate import step_time
 from ascend_rl.launch import launch_plan
-from ascend_rl.lint import lint, switches, tuning  # noqa: F401  (lint fills RULES)
+from ascend_rl.lint import lint, switch_table, switches, tuning  # noqa: F401  (lint fills RULES)
 from ascend_rl.lint.dry_run import Run, dry_run
 from ascend_rl.lint.setup import RULES, Setup
 from ascend_rl.lint.verl_config import Resolved, resolve
+from ascend_rl.recipe import step_time
 from ascend_rl.settings.switch import OFF
 from ascend_rl.settings.switches import TAKEN, table
 
@@ -80,7 +80,7 @@ def started(recipe: Path, **variables: str) -> Run:
     bare = {"PATH": os.environ["PATH"], "HOME": "/root", "NPUS_PER_NODE": "2"}
     if not recipe.stem.endswith("_cpu"):
         del bare["NPUS_PER_NODE"]
-    return dry_run(recipe, switches.environment(recipe), environ=bare | variables)
+    return dry_run(recipe, switch_table.environment(recipe), environ=bare | variables)
 
 
 def said(run: Run, resolved: Resolved) -> str:
@@ -133,7 +133,7 @@ def test_the_page_lists_the_switches(language):
     text = (ROOT / f"docs/recipes{language}.md").read_text()
     listed = text.partition("<!-- switches -->\n")[2].partition("<!-- /switches -->")[0]
     assert [line.split("|")[1].strip(" `") for line in listed.splitlines()[2:]] == [*VARIABLES]
-    assert listed == switches.markdown(language.strip("."))
+    assert listed == switch_table.markdown(language.strip("."))
 
 
 def test_step_time_knows_the_switches_by_their_names():
@@ -159,7 +159,7 @@ def test_every_recipe_takes_or_refuses_every_switch(recipe):
     base = resolve(plain.module, plain.args)
     left = {}
     for name, switch in VARIABLES.items():
-        fate = switches.fate(plain, base, switch)
+        fate = switch_table.fate(plain, base, switch)
         if switch.taken in ("run", "with") and name != "SMOKE":
             left[name] = "0" if plain.env.get(name) == switch.on else switch.on
             continue
@@ -173,7 +173,7 @@ def test_every_recipe_takes_or_refuses_every_switch(recipe):
             assert name in on.errors, (name, on.errors)
     del left["USE_HDP"]  # its fate asks the rules; with it on, HDP_COST_MODEL does something
     text = said(replace(plain, env=plain.env | left), base)
-    fates = {name: switches.fate(plain, base, VARIABLES[name]) for name in left}
+    fates = {name: switch_table.fate(plain, base, VARIABLES[name]) for name in left}
     idle = [name for name, fate in fates.items() if fate not in ("taken", "refused") and left[name] != "0"]
     assert [name for name in idle if name not in text] == []
 
