@@ -16,7 +16,7 @@
 #   npu  uses the Python of the image (PYTHON, default: python3) and adds only a .pth file and metadata to it. Compiles
 #        vllm-ascend for the chip that npu-smi shows, or for --soc (or SOC_VERSION): its wheel is for Atlas A2 only. Needs
 #        CANN (its set_env.sh is sourced if it was not); MAX_JOBS limits the compilers (default: all cores). After an
-#        interruption it goes on.
+#        interruption it continues.
 #
 # Downloads and patches the frameworks first if necessary. At the end it imports each of them from frameworks/ and compiles
 # what is new, which would otherwise cost each process of a run ten seconds.

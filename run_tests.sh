@@ -53,7 +53,7 @@ else
     [ -d data/proofs ] || ARGS+=(--ignore=tests/patched/test_left_out.py)
 fi
 status=0
-# A process that dies would be replaced, but then the others may wait for ever.
+# A process that dies would be replaced, but then the others may wait forever.
 python -m pytest -q -n 4 --max-worker-restart=0 --junitxml="$results/tests.xml" "${ARGS[@]}" || status=1
 ARGS=(--wall $((SECONDS - started)))
 [ "$DURATIONS" = 0 ] || ARGS+=(--durations)

@@ -87,7 +87,7 @@ FAULTS = [
     *("hang_worker@update", "disk_of_store@update", "disk_of_log@update"),
 ]
 QUICK = ["engine@rollout", "worker@update"]  # of fsdp2: in place, and from the last checkpoint
-IN_PLACE = "it starts again at the next weight sync"  # a vLLM server, without the rest of the run
+IN_PLACE = "it restarts at the next weight sync"  # a vLLM server, without the rest of the run
 COLUMNS = ("noticed_s", "again_s", "steps_again", "orphans")
 
 
@@ -270,7 +270,7 @@ class Run:
 
     def failures(self) -> int:
         """How often the run said that it, or a vLLM server, starts again."""
-        return self.said("follows and goes on from the last checkpoint") + self.said(IN_PLACE)
+        return self.said("follows and continues from the last checkpoint") + self.said(IN_PLACE)
 
     def noticed(self, failures: int) -> float:
         """Wait until there is one failure more; returns when."""

@@ -4,7 +4,7 @@ Problem: the released wheel is compiled for one series (frameworks.lock: `device
 refuses to start; a tree from git holds nothing compiled at all.
 Idea: where the wheel's series fits, take its files. Elsewhere run the setup.py of the pin in a directory of
 its own, frameworks/.build-vllm_ascend, since it edits its sources and the user's git settings; then copy what
-it made into the tree. CMake goes on where an interrupted build stopped.
+it made into the tree. CMake continues where an interrupted build stopped.
 Invariants: the tree stays as it was until the build has succeeded and says the right series; what was built
 from the same pin for the same chip, CANN and torch_npu is not built again.
 Cost: the build is that of vllm-ascend's own image. Limits: it needs CANN, so here only its command line, its
@@ -245,7 +245,7 @@ def build(project: Project, framework: Framework, soc: str, key: dict, env: Mapp
     if status:
         raise ToolError(
             f"compiling vllm-ascend for {soc} failed with status {status}, see above. What is compiled "
-            f"stays in {directory}: run this again to go on, with MAX_JOBS=2 if memory ran out"
+            f"stays in {directory}: run this again to continue, with MAX_JOBS=2 if memory ran out"
         )
     return directory
 

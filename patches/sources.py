@@ -598,7 +598,7 @@ def download_all(project: Project, only: str | None, source: str | Path, seconds
             except ToolError as error:
                 if framework.optional and only is None:
                     say(
-                        f"{label}: not reachable, going on without it: only Ascend runs need it "
+                        f"{label}: not reachable, continuing without it: only Ascend runs need it "
                         f"(reasons: ./download_frameworks_source_code.sh --only {framework.name})"
                     )
                 else:

@@ -29,7 +29,7 @@ pytest_add_cli_args_test_selection = $tests
 also_copy =
 $(printf '    %s\n' *)
 EOF
-ulimit -d $((8 << 20)) # KiB: a change may append for ever
+ulimit -d $((8 << 20)) # KiB: a change may append forever
 status=0
 python -m mutmut run --max-children 2 || status=$?
 python -m mutmut results

@@ -78,7 +78,7 @@ def test_without_a_chip_or_without_cann_it_says_what_to_do(host):
 
 @needs_git
 def test_an_interrupted_build_leaves_the_tree_alone(host):
-    """The next test goes on from here."""
+    """The next test continues from here."""
     host.log.with_name("cmake.log.fails").touch()
     result = host.build("--soc", A3)
     host.log.with_name("cmake.log.fails").unlink()

@@ -129,7 +129,7 @@ def launch(script: Path, output: Path, *flags: str, **variables) -> tuple[int, s
 
 
 def test_a_run_in_the_directory_of_a_rehearsal(theirs, tmp_path):
-    """It would go on from the tiny model's checkpoint."""
+    """It would continue from the tiny model's checkpoint."""
     (theirs / MARK).write_text(REHEARSAL)
     (script := tmp_path / "train_it.sh").write_text(f"touch {tmp_path}/trained\n")
     for flags in ((), ("--dry-run",)):

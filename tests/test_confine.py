@@ -117,7 +117,7 @@ WAYS = [
     "python3 /nonesuch/verl/verl/trainer/main_ppo.py a=1",
     f"until nc -z head 6379; do sleep 5; done; {{python}} {TRAIN}",
     f"while [ ! -e ready ]; do\n  echo waiting\n  sleep 5\ndone\n{{python}} {TRAIN}",
-    f"read -r answer; read -p 'go on?' answer; {{python}} {TRAIN}",
+    f"read -r answer; read -p 'continue? ' answer; {{python}} {TRAIN}",
     f"serve & kill -0 $! || exit 1; while kill -0 $!; do sleep 5; done; {{python}} {TRAIN}",
     f"ray stop --force; pkill -9 -f python; killall python; kill -9 $PPID; kill 0; {{python}} {TRAIN}",
 ]

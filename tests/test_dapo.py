@@ -405,7 +405,7 @@ def test_a_stream_goes_round_and_resumes_where_it_was(shuffle, workers, unit):
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_runs_with_and_without_filtering_resume_each_other(shuffle, workers):
-    """verl's dataloader, of batches of 2, goes on where a stream was, and a stream where that was."""
+    """verl's dataloader, of batches of 2, continues where a stream was, and a stream where that was."""
     order = numbers(dapo.PromptStream(loader_of(shuffle, workers), 1).take(7))
     stream = dapo.PromptStream(loader_of(shuffle, workers), 1)
     stream.passes = 3

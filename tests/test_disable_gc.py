@@ -179,7 +179,7 @@ def test_a_threshold_of_0_means_never_and_stays(monkeypatch):
 
 
 def test_a_worker_collects_after_the_last_call_of_a_step_only(collected, counts):
-    """execute_model without output goes on in sample_tokens; with output, and other calls, it is the last."""
+    """execute_model without output continues in sample_tokens; with output it is the last, as are others."""
     calls = [("execute_model", None), ("sample_tokens", 1), ("execute_model", 1), (b"any", None)]
     try:
         collector = disable_gc.CallCollector()
@@ -212,7 +212,7 @@ def test_a_worker_leaves_collection_as_it_is_without_the_switch_or_when_it_is_of
     collector.after("sample_tokens", 1)
     assert gc.isenabled() == was_on and collected == [] and not counts()
     gc.collect()
-    collector.after("execute_model", None)  # the step goes on
+    collector.after("execute_model", None)  # the step continues
     assert not counts()
     collector.after("sample_tokens", 1)
     gc.collect()

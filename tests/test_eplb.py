@@ -444,7 +444,7 @@ def test_dealing_follows_longest_processing_time_first():
     given = Counter()
     layers = [(w, np.bincount(place.ravel()), *place.shape) for _, w, place, _ in some_layers(60, 5)]
     random = np.random.default_rng(5)
-    for ranks, slots, experts in [(6, 5, 12)] * 60:  # here full ranks give experts away, and dealing goes on
+    for ranks, slots, experts in [(6, 5, 12)] * 60:  # here full ranks give experts away
         counts = np.ones(experts, np.int64)
         while counts.sum() < ranks * slots:
             counts[random.choice(np.flatnonzero(counts < ranks))] += 1

@@ -305,7 +305,7 @@ def test_a_worker_whose_ray_is_killed(hosts):
 def test_a_run_is_started_again_until_the_same_step_fails_twice(hosts, tmp_path):
     """First a worker loses its Ray at step 3, then training fails at step 5, and again at step 5.
 
-    Each start goes on with all nodes, and its log stays, as do the options that verl writes to hydra/.
+    Each start continues with all nodes, and its log stays, as do the options that verl writes to hydra/.
     """
     h = hosts(2)
     script = f"""
@@ -324,7 +324,9 @@ def test_a_run_is_started_again_until_the_same_step_fails_twice(hosts, tmp_path)
     code, text = head.end()
     assert code == 7, text
     assert f"it failed after step 3 (node {NAME} ({h.address(2)}) ended with status 1" in text
-    assert "it failed after step 5 (status 7); start 3 of at most 6 follows and goes on from the last" in text
+    assert (
+        "it failed after step 5 (status 7); start 3 of at most 6 follows and continues from the last" in text
+    )
     assert "not started again: it failed twice at step 5: a third time would be no different" in text
     code, text = worker.end()
     assert code == 7 and text.count(f"the head {h.address(1)} is here") == 3, text
@@ -337,7 +339,7 @@ def test_a_run_is_started_again_until_the_same_step_fails_twice(hosts, tmp_path)
 
 
 def test_a_spare_node_takes_the_place_of_a_lost_one(hosts, tmp_path):
-    """Three hosts, two nodes: the cable of one is pulled, and the next start goes on without it."""
+    """Three hosts, two nodes: the cable of one is pulled, and the next start continues without it."""
     h = hosts(3)
     (tmp_path / "use.py").write_text(USE_ALL_NPUS)
     script = f"python {tmp_path}/use.py; if mkdir {tmp_path}/first; then echo WAITING; sleep 300; fi"

@@ -485,7 +485,7 @@ def test_a_kill_before_any_step_leaves_good_trees(
 
 
 def test_a_kill_at_any_moment_leaves_good_trees(fresh: Toy, tmp_path: Path, template: Path) -> None:
-    """The process alone, whose git or cp goes on for a moment, or with its children."""
+    """The process alone, whose git or cp continues for a moment, or with its children."""
     trial, moments = Toy(tmp_path / "trial"), random.Random(7)
     for name in ("alpha", "beta"):
         (fresh.tree(name) / "notes.txt").write_text("mine\n")

@@ -306,7 +306,7 @@ def test_memory_is_bounded_and_comes_back(share):
         assert peak > 0.9 * limit and len(drafter._groups) < 150
     else:
         assert drafter.used_bytes == 0
-    # What runs keeps its memory: it stops to draft, and goes on when there is room again.
+    # What runs keeps its memory: it stops to draft, and continues when there is room again.
     tokens = rng.integers(0, 500, 400_000)
     for _ in range(400):
         drafter.propose("long", tokens, 1)

@@ -48,7 +48,7 @@ os.closerange(0, 3)
 pathlib.Path(sys.argv[1]).touch()
 time.sleep(300)
 """
-# The main thread ends, another one goes on: /proc shows a zombie.
+# The main thread ends, another one continues: /proc shows a zombie.
 HEADLESS = """
 import ctypes, os, pathlib, sys, threading, time
 def work():
@@ -356,7 +356,7 @@ def test_the_run_goes_on_when_nobody_sees_the_line(runner, make):
 
 
 def test_a_log_that_cannot_be_written_ends_no_run(runner):
-    """A full disk: said once, and the output goes on to the terminal."""
+    """A full disk: reported once, and the output still reaches the terminal."""
     runner.log = Path("/dev/full")
     result = runner.run("bash", "-c", "for i in 1 2 3; do echo line $i; sleep 0.3; done; exit 5")
     assert result.returncode == 5 and result.stdout == b"line 1\nline 2\nline 3\n"
@@ -734,7 +734,7 @@ def test_shared_memory_that_the_run_never_used_is_kept(runner, shm_file):
 
 
 def test_shared_memory_that_is_used_only_after_it_was_seen_belongs_to_the_run(shm_file):
-    """A file may be found before the process that made it is known: it is looked at again, not for ever."""
+    """A file may be found before the process that made it is known: it is looked at again, not forever."""
     from ascend_rl.launch.supervise import SharedMemory
 
     watcher = SharedMemory()

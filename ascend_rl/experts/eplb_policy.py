@@ -1,7 +1,7 @@
 """`eplb.rebalance_table` as a policy of vllm-ascend, and what its worker process sends when it fails.
 
 Problem: a policy runs in a process of its own, and each rank waits for its answer. vllm-ascend logs a failure
-of this process and ends it; the ranks then wait for ever.
+of this process and ends it; the ranks then wait forever.
 Idea: the worker sends the traceback in place of the plan, and whoever waits also looks whether it is alive. A
 placement is of use, not needed: if the worker of any rank has failed, no rank carries out its plan.
 Invariants (tests/test_eplb_policy.py, tests/patched/test_eplb_policy.py, tests/patched/test_npu_eplb.py): a
@@ -87,7 +87,7 @@ def plan_of_all(plan: Any, device: torch.device, group: dist.ProcessGroup | None
 
     Plans are parts of one move, with sends and receives, so that none may be carried out alone; and a worker
     whose plan was not carried out knows the wrong placement. Call it after a step's last collective: ranks
-    without requests (DP) take their plans there, and a rank that waited before its own would wait for ever.
+    without requests (DP) take their plans there, and a rank that waited before its own would wait forever.
 
     Args:
         group: EPLB's own (patch eplb_group), of all ranks; None: the world.

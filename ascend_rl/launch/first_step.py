@@ -53,7 +53,7 @@ def limit_for(config_file: Path) -> float:
 
 
 def judge(row: dict, limit: float) -> tuple[bool, str]:
-    """Whether the run may go on, and a sentence.
+    """Whether the run may continue, and a sentence.
 
     >>> judge({GAP_MEAN: 0.004}, 0.05)
     (True, 'rollout and trainer agree: probability gap 4.0e-03 (limit 0.05)')
@@ -83,7 +83,7 @@ def gate(text: str, output_dir: Path, say: Callable[[str], None]) -> Callable[[d
     Args:
         text: GAP_LIMIT: a number, 0 for no gate, "" for the limit of the run's dtype.
         output_dir: of the run, with Hydra's configuration.
-        say: is told the sentence if the run may go on.
+        say: is told the sentence if the run may continue.
     """
 
     def check(row: dict) -> str:

@@ -427,7 +427,7 @@ def decide(plan: Plan, restarts: Restarts, ending: Ending) -> bool:
         log(
             plan,
             f"it failed after step {ending.step} ({why}); start {restarts.done + 1} of at most "
-            f"{restarts.allowed + 1} follows and goes on from the last checkpoint",
+            f"{restarts.allowed + 1} follows and continues from the last checkpoint",
         )
     elif restarts.allowed and ending.code:
         log(plan, f"not started again: {refusal} ({why})")

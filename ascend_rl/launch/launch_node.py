@@ -73,7 +73,7 @@ def build_operators(folder: Path, deadline_s: float = OPERATORS_DEADLINE_S) -> l
     """Build all operators at the same time, each with its log in ``folder``.
 
     Returns:
-        Names of those that failed; the run may not need them, so it goes on.
+        Names of those that failed; the run may not need them, so it continues.
     """
     folder.mkdir(parents=True, exist_ok=True)
     running, failed = {}, []

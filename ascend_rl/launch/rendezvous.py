@@ -5,7 +5,7 @@ a node that never came. So the launchers talk to each other first: the head list
 interface, each worker connects, and the connection stays open until the end.
 
 - Both sides prove that they know the cluster's token (HMAC-SHA256 over a fresh number of the other side)
-  before they go on; the token itself is not sent. What follows is not signed: the network must be trusted.
+  before they continue; the token itself is not sent. What follows is not signed: the network must be trusted.
 - A node is refused, with the reasons, if its settings differ from the head's, it is there already, the
   cluster is full, or the head's judge finds anything else.
 - A closed connection, or `silence_s` without a sign of life (a pulled cable, a frozen machine), is an end.
@@ -218,7 +218,7 @@ class Head:
             return [node for node, _ in self.nodes.values()]
 
     def gather(self, expected: list[str], deadline_s: float, say: Callable[[str], None]) -> list[str]:
-        """Wait until enough nodes are here, then tell the first ones to go on; spare ones wait for the end.
+        """Wait until enough nodes are here, then let the first ones continue; spare ones wait for the end.
 
         Args:
             expected: addresses of all nodes where they are known, else [].
@@ -226,7 +226,7 @@ class Head:
             say: prints a line for the user.
 
         Returns:
-            The addresses of those that go on, this node's first.
+            The addresses of those that continue, this node's first.
 
         Raises:
             RendezvousError: the deadline passed; names who is missing. Or a node was stopped by its user, and

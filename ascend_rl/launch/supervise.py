@@ -1,11 +1,11 @@
 """Run one command and everything it starts to the end, or to a clear error, and leave nothing behind.
 
 A training run is a tree of processes (bash, Ray's daemons, actors, vLLM's engines) in which a dead worker
-makes the others wait for ever, and whose orphans keep devices and shared memory. This process becomes the
+makes the others wait forever, and whose orphans keep devices and shared memory. This process becomes the
 subreaper of the tree (prctl(2)), so that every descendant stays its child even after its parent died, and
 watches:
 
-- a wanted process that dies while the command goes on, no progress for too long, or the overall deadline end
+- a wanted process that dies while the command runs, no progress for too long, or the overall deadline end
   the run with a sentence that says which;
 - whatever ends the run, also Ctrl-C: all descendants get SIGTERM, those left or born later SIGKILL, and
   nothing else gets either; TMPDIR of the run is removed, and so are new files in /dev/shm that a descendant
@@ -63,7 +63,7 @@ ROLLOUT_SEEN = re.compile(
 )
 OVERWRITTEN = re.compile(rb"\r(?=[^\r\n]*+\r)[^\r\n]*(?:rollout|validation) \d{1,9}:[^\r\n]*|\r +(?=\r)")
 LINE_BYTES = 1 << 20  # a longer line is taken in pieces
-# What scripts, launchers and, after Ray's mark, our own code in actors say goes on to the terminal.
+# What scripts, launchers and, after Ray's mark, our own code in actors say is passed on to the terminal.
 OURS = re.compile(r"(?:\([^)]*\) )?(\[\d\d:\d\d:\d\d\] .*)")
 REASON = re.compile(r"(?:\([^)]*\) )?((?:[\w.]*(?:Error|Exception)|ERROR): .+)")
 # In the log, but not among the last lines of a failed run: they explain no failure. On nodes without NPUs Ray

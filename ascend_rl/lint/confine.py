@@ -2,7 +2,7 @@
 
 A script may call a program by any path and through any wrapper, so its text cannot say what it would start.
 The kernel can: a seccomp filter, inherited by all that the script starts, hands each execve and each open for
-writing to this module. A shell or a listed tool goes on. Any other program is recorded, then becomes `true`:
+writing to this module. A shell or a listed tool runs. Any other program is recorded, then becomes `true`:
 the path that the kernel is about to read is overwritten. What a file would get goes to /dev/null, except
 below the temporary directory of the run. Sockets, and calls that delete, rename or change files, fail;
 signals reach nobody.
@@ -145,7 +145,7 @@ def _program(machine: str) -> bytes:
         return 0x06, 0, 0, value
 
     def when(call: tuple, *then: tuple) -> list[tuple]:
-        """If it is this call, do `then`, which ends in give(), else go on behind it."""
+        """If it is this call, do `then`, which ends in give(), else jump behind it."""
         return [] if number(call) is None else [(0x15, 0, len(then), number(call)), *then]
 
     def opens(flags: int) -> list[tuple]:

@@ -561,7 +561,7 @@ def launch(s):
     if size != str(nodes):
         yield (
             "WORLD_SIZE",
-            f"it is {size}, the configuration needs {nodes} nodes: ROLL would wait for ever",
+            f"it is {size}, the configuration needs {nodes} nodes: ROLL would wait forever",
             f"export WORLD_SIZE={nodes} on every node, or start with ray_start_npu.sh",
         )
     elif not rank.isdigit() or int(rank) >= nodes:

@@ -1,4 +1,4 @@
-"""Rules about the trainer: Megatron, MindSpeed, FSDP, checkpoints and what a resumed run goes on from."""
+"""Rules about the trainer: Megatron, MindSpeed, FSDP, checkpoints and what a resumed run continues from."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def saves_nothing(s):
 @rule(
     "train.schedule_restarts",
     "warning",
-    "a Megatron run that is resumed goes on with its learning rate",
+    "a Megatron run that is resumed continues with its learning rate",
     why="Megatron then restarts warm-up and decay, one step after the resume",
     fix=f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler=True; see docs/resilience.md",
 )
@@ -192,7 +192,7 @@ def schedule_restarts(s):
 @rule(
     "train.resume_engine",
     "error",
-    "the checkpoint that a run would go on from is one that its engine can load",
+    "the checkpoint that a run would continue from is one that its engine can load",
     why="FSDP loads what as many dies saved, Megatron what Megatron saved",
     fix="train as the checkpoint was saved, set another OUTPUT_DIR, or trainer.resume_mode=disable",
 )

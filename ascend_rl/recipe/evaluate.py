@@ -413,7 +413,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     known = [name for name, dataset in DATASETS.items() if "test" in dataset.files]
     parser = argparse.ArgumentParser(
         prog="python -m ascend_rl.evaluate",
-        description="How often a model is right: avg@n, pass@k, maj@n. Killed, the same command goes on.",
+        description="How often a model is right: avg@n, pass@k, maj@n. Killed, the same command continues.",
         epilog="""Examples:
   python -m ascend_rl.evaluate Qwen3-32B-gspo --data aime math500 --n 16 -- --tensor-parallel-size 4
   python -m ascend_rl.evaluate data/tiny/model --data data/tiny/val.parquet --temperature 0 -- --dtype float32

@@ -58,7 +58,7 @@ def read_metrics(path: Path) -> list[dict]:
         new = read_part(part)
         if new:
             first = new[0]["step"]
-            if REWARD not in new[0]:  # it validated what it goes on from
+            if REWARD not in new[0]:  # it validated what it continues from
                 first += 1
             rows = [row for row in rows if row["step"] < first > 1] + new
     if not any(REWARD in row for row in rows):

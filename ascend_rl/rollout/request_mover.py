@@ -470,7 +470,7 @@ class RequestMover:
                 await self.check()
         except Exception:
             self.counts["failed"] = 1
-            logger.exception("rollout_rebalance stopped; this rollout goes on without moves")
+            logger.exception("rollout_rebalance stopped; this rollout continues without moves")
 
     async def check(self) -> None:
         """Ask the servers, plan, move."""

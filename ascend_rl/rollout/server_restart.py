@@ -1,4 +1,4 @@
-"""Starts vLLM servers that died or hang again while the run goes on: the glue to verl, Ray and the launcher.
+"""Restarts vLLM servers that died or hang, while the run continues.
 
 verl needs each of its servers until the end: one that dies, alone or with one of its engines, ends the run,
 and one that hangs makes it wait. With RESTART_SERVERS=1 (the launcher's default) `attach` puts itself
@@ -43,7 +43,7 @@ CHECK_S = 5.0
 ANSWER_S = 5.0  # a server that takes longer is asked again at the next check
 END_S = 60.0  # for the processes of a server to die, and for Ray to know
 STARTS = 2  # tries: verl frees a port that it found some time before the engine takes it
-METRIC = "rollout/servers_started_again"
+METRIC = "rollout/servers_restarted"
 
 
 def on(rollout_config: Any) -> bool:
@@ -220,7 +220,7 @@ class Restarts:
                 try:
                     for replica, why in self.dead().items():
                         self.end(replica, why)
-                except Exception as error:  # the rollout may go on; if it cannot, it says why
+                except Exception as error:  # the rollout may continue; if it cannot, it says why
                     say(f"vLLM's servers could not be looked after: {error}")
 
         thread = threading.Thread(target=watch, name="server_restart", daemon=True)
@@ -234,8 +234,8 @@ class Restarts:
     def end(self, replica: Any, why: str) -> None:
         """Kill a server with all its processes, on all its nodes; none gets requests any more."""
         say(
-            f"vLLM server {replica.replica_rank} {why}: its requests go on elsewhere, it starts again at the "
-            "next weight sync"
+            f"vLLM server {replica.replica_rank} {why}: its requests continue elsewhere, it restarts at "
+            "the next weight sync"
         )
         any_id = next(id for id, its in self.replica_of.items() if its is replica)
         dropped = self.manager.global_load_balancer.drop_server.remote(any_id)  # with all its engines
@@ -249,7 +249,7 @@ class Restarts:
     def all_do(self, call: Callable[[Any], Awaitable], what: str) -> None:
         """Let the engines of all servers do something; end those that die or take too long.
 
-        Watched, as a server that spans nodes does not answer for ever where only its far node died.
+        Watched, as a server that spans nodes does not answer forever where only its far node died.
         """
 
         async def every(replicas):
@@ -309,7 +309,7 @@ class Restarts:
         )
         self.started += len(ended)
         ranks = ", ".join(str(replica.replica_rank) for replica in ended)
-        say(f"vLLM server {ranks} started again in {time.monotonic() - began:.0f} s")
+        say(f"vLLM server {ranks} restarted in {time.monotonic() - began:.0f} s")
 
 
 def answered(server: Any) -> list[tuple[int, float]]:

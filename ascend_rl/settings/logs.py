@@ -5,7 +5,7 @@
 - `survive` calls a writer of metrics, and continues without it where it fails.
 - `LogFile` writes what it can. A full disk or a lost NFS server (ENOSPC, EIO, ESTALE) is reported once on
   stderr; after it the file is reopened every few seconds, and gets a line that says how much is missing. A
-  write that blocks for ever (a hard NFS mount) blocks here too.
+  write that blocks forever (a hard NFS mount) blocks here too.
 """
 
 from __future__ import annotations

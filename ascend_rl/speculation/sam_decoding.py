@@ -90,7 +90,7 @@ class SamProposer:
         options: additional_config.sam_decoding; `sam_options` has the defaults. ``history`` is the trainer's.
 
     Raises:
-        CannotWork: for options that cannot work.
+        CannotWork: for options that are incompatible.
     """
 
     def __init__(self, num_speculative_tokens: int, max_model_len: int, options: Mapping | None = None):

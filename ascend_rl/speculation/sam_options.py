@@ -72,7 +72,7 @@ def conflicts(given: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def check(given: Any) -> None:
-    """Refuse options that cannot work.
+    """Refuse options that are incompatible.
 
     Raises:
         CannotWork: with all that is wrong with them.

@@ -102,7 +102,7 @@ def commit(partial: str, keep: int | None = None) -> None:
     final, directory = source.with_suffix(""), source.parent
     check_shards(source)
     sync(source)
-    if ours(final):  # a run that went on from an earlier step saves this one again
+    if ours(final):  # a run that continued from an earlier step saves this one again
         replaced = final.with_name(final.name + REPLACED)
         make_way(replaced)
         final.rename(replaced)

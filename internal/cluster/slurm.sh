@@ -12,7 +12,7 @@
 #
 # Slurm gives the nodes (SLURM_JOB_NODELIST, the first is the head) and each task's number (SLURM_NODEID, as RANK). A new
 # token is made for each job unless CLUSTER_TOKEN_FILE names one. Two minutes before --time ends, Slurm sends SIGTERM: the
-# run stops on all nodes. A job that Slurm starts again after a lost node goes on from the last checkpoint.
+# run stops on all nodes. A job that Slurm starts again after a lost node continues from the last checkpoint.
 #
 # Variables: CLUSTER_TOKEN_DIR (HOME; all nodes must share it), CLUSTER_TOKEN_FILE, SRUN_ARGS (more arguments for srun,
 #            such as those that choose a container image), and those of ray_start_npu.sh

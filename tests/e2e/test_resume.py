@@ -42,7 +42,7 @@ if os.environ.get("ALL_RECIPES") == "1":
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_killed_and_resumed(tmp_path, nothing_left_behind, trainer):
-    """SIGKILL of a training worker after step 3; the restart goes on from step 2, and does the same again."""
+    """SIGKILL of a training worker after step 3; the restart repeats it from step 2, with the same result."""
     output = tmp_path / "run"
     script, overrides, variables = TRAINERS[trainer]
     process = launch(script, output, *REPEATABLE, *SAVING, *overrides, **SHORT | variables, RESTARTS=1)
@@ -54,13 +54,13 @@ def test_killed_and_resumed(tmp_path, nothing_left_behind, trainer):
     os.kill(named(process, "ray::WorkerDict")[0], signal.SIGKILL)
     text = finish(process, output)
     assert process.returncode == 0, text[-3000:]
-    assert "start 2 of at most 2 follows and goes on from the last checkpoint" in text
+    assert "start 2 of at most 2 follows and continues from the last checkpoint" in text
     before, after = losses(output / "metrics.1.jsonl"), losses(metrics)
     again = sorted(before.keys() & after.keys())
     assert min(after) == 3 and max(after) == 5 and again, (sorted(before), sorted(after))
     for step in again:
         assert after[step] == pytest.approx(before[step], rel=1e-5, abs=1e-7), step
-    # The schedule of the learning rate goes on, after the lost steps too: from step 2 on it never rises.
+    # The schedule of the learning rate continues, after the lost steps too: from step 2 on it never rises.
     rates = [values[SAME.index("actor/lr")] for _, values in sorted((before | after).items())][1:]
     assert rates == sorted(rates, reverse=True), rates
     assert len({tuple(values) for values in before.values()}) == len(before), "the steps do not differ"

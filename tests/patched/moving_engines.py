@@ -1,4 +1,4 @@
-"""An engine that gives requests up, and one that goes on with them, each the job of a process of its own."""
+"""An engine that gives requests up, and one that continues them, each the job of a process of its own."""
 
 from __future__ import annotations
 

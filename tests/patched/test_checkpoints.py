@@ -1,4 +1,4 @@
-"""verl's own training loop saves, is killed while it does, and goes on, on the stage of training_stage.py."""
+"""verl's own training loop saves, is killed meanwhile, and continues, on the stage of training_stage.py."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def trained(folder: Path) -> list[tuple]:
 @pytest.mark.parametrize("overrides", [[], FILTER], ids=["grpo", "dapo"])
 @pytest.mark.parametrize("when", ["workers write", "the trainer writes"])
 def test_killed_while_saving(tmp_path, monkeypatch, when, overrides):
-    """With one checkpoint to keep: the next start goes on after step 2, with the same batches."""
+    """With one checkpoint to keep: the next start continues after step 2, with the same batches."""
     steps = [*overrides, "trainer.total_training_steps=6"]
     assert run(tmp_path / "whole", monkeypatch, *steps) == 0
     whole = trained(tmp_path / "whole")

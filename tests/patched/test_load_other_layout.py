@@ -1,4 +1,4 @@
-"""A Megatron checkpoint goes on in another layout: the next update is that of the layout that saved it."""
+"""A Megatron checkpoint continues in another layout: the next update is that of the layout that saved it."""
 
 from __future__ import annotations
 

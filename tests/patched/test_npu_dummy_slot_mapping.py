@@ -20,7 +20,7 @@ CASES = {
 
 
 def answer_twice(path: str, options: dict) -> dict:
-    """A job of each rank: what the first said, and how it goes on from there after steps of the other."""
+    """A job of each rank: what the first said, and how it continues from there after steps of the other."""
     from vllm import SamplingParams
 
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 5, 10]}

@@ -1,6 +1,6 @@
 """Every field of vLLM's SamplingParams, and hostile values, on vllm-ascend's runner in each way it decodes.
 
-A request answers as in plain decoding, or is refused alone; beside it others go on as if it were not there.
+A request answers as in plain decoding, or is refused alone; others beside it do not notice.
 What an engine raises fails the job, whatever request it was for. Requests reach the engine encoded and
 decoded, as they reach an engine in a process of its own.
 """

@@ -219,4 +219,4 @@ def test_a_rollout_goes_on_and_the_server_starts_again(
     assert timing[server_restart.METRIC] >= 1
     said = capfd.readouterr().out
     assert f"vLLM server 0 {'died' if number == signal.SIGKILL else 'made no progress'}" in said
-    assert "vLLM server 0 started again in" in said
+    assert "vLLM server 0 restarted in" in said

@@ -26,7 +26,7 @@ def cluster(start_ray):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        reset_auth_token_state()  # else this process goes on as in its last session, and GCS cannot ask it
+        reset_auth_token_state()  # else this process continues as in its last session, and GCS cannot ask it
         cluster = Cluster()
         try:
             for node in range(NODES):
@@ -117,4 +117,4 @@ def test_a_server_starts_again_on_both_nodes(trainer, capfd):
     responses, timing = rollout(trainer)
     assert responses == undisturbed and timing[server_restart.METRIC] == 1
     said = capfd.readouterr().out
-    assert "vLLM server 0 died" in said and "vLLM server 0 started again in" in said, said
+    assert "vLLM server 0 died" in said and "vLLM server 0 restarted in" in said, said

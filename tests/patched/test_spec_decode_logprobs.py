@@ -1,4 +1,4 @@
-"""If log-probs are requested, vLLM goes on speculating; they equal those of a teacher-forced pass."""
+"""If log-probs are requested, vLLM continues speculating; they equal those of a teacher-forced pass."""
 
 from __future__ import annotations
 

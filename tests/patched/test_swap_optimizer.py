@@ -1,4 +1,4 @@
-"""A run with MindSpeed's swap optimizer that is killed goes on from its checkpoint as if it had not been.
+"""A run with MindSpeed's swap optimizer that is killed continues from its checkpoint as if it had not been.
 
 MindSpeed's own SwapDistributedOptimizer on software NPUs: float32 weights and moments are in host memory, and
 their tensors on the device are empty except during the update. verl's manager saves; other processes load;

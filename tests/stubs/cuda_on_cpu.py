@@ -3,7 +3,7 @@
 megatron-core asks for ``device="cuda"`` and ``torch.cuda.current_device()``; both become the CPU here, and so
 does MindSpeed's ``device="npu"``.
 Streams and events do nothing, because a CPU computes in program order. The generator is torch's own, memory
-figures are 0. ``torch.cuda.is_available()`` stays False: verl and vLLM must go on seeing a CPU. Numbers are
+figures are 0. ``torch.cuda.is_available()`` stays False: verl and vLLM must still see a CPU. Numbers are
 torch's; nothing here computes, except that all_to_all is made of sends and receives, which gloo does have.
 
 torch_2_8.py and one_gloo_device.py are installed too.
