@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from bars import ROOT, bar, canvas, finish, parser_of, save
 
-from ascend_rl.loss.dapo import DynamicSampling
 from ascend_rl.recipe.report_figures import read_metrics
+from ascend_rl.rollout.dapo import DynamicSampling
 
 BATCH, SAMPLES = 16, 4
 RECIPES = {"DAPO": "train_dapo_qwen3_tiny_cpu.sh", "GSPO": "train_gspo_qwen3_tiny_cpu.sh"}

@@ -40,7 +40,7 @@ from bars import ROOT, bar, finish, parser_of
 from runs import MEGATRON, PATIENCE_S, REPEATABLE, console, environments, launch, losses, named, titles
 
 from ascend_rl.launch.supervise import SharedMemory, descendants
-from ascend_rl.settings.logs import parts
+from ascend_rl.process.logs import parts
 from ascend_rl.weights.checkpoints import TRACKER
 
 KILL_WITHIN_S = 1.5  # of the first step of a start

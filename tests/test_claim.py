@@ -177,9 +177,9 @@ REVIEWED = {
     # appeared during the run, was seen in use by its processes, and nobody uses it now
     "launch/supervise.py SharedMemory.remove_orphans: (SHM / name).unlink()",
     # to a number that no file has
-    "settings/logs.py set_aside: path.rename(path.with_name(f'{path.stem}.{number}{path.suffix}'))",
+    "process/logs.py set_aside: path.rename(path.with_name(f'{path.stem}.{number}{path.suffix}'))",
     # the part of a line that this call wrote
-    "settings/logs.py LogFile._write: self.file.truncate(before)",
+    "process/logs.py LogFile._write: self.file.truncate(before)",
     # data: a file of its own, .partial, to the name that was given; the hub's cache, whose file is damaged
     "recipe/data.py write: partial.replace(path)",
     "recipe/data.py from_hf: path.unlink()",
@@ -233,8 +233,8 @@ WRITTEN = {
     "lint/dry_run.py _fill: (tools / name).symlink_to(_system('true'))",
     "lint/dry_run.py exports: "
     "(Path(environment['DRY_RUN_PATH']) / 'env_of_script').symlink_to(_system('true'))",
-    "settings/progress.py answer_for: open(f'{path}.{processes}', 'ab')",
-    "settings/progress.py sign: open(path, 'ab', buffering=0)",
+    "process/progress.py answer_for: open(f'{path}.{processes}', 'ab')",
+    "process/progress.py sign: open(path, 'ab', buffering=0)",
     # of the kernel
     "launch/warm_start.py client: open('/proc/self/comm', 'w')",
     "lint/confine.py _Judge.__init__: os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)",
@@ -248,8 +248,8 @@ WRITTEN = {
     "launch/launch.py start: (plan.output_dir / 'run.json').write_text(json.dumps(started))",
     "settings/claim.py claim: (directory / MARK).open('x')",
     "process/counts.py count: open(file, 'ab', buffering=0)",
-    "settings/logs.py LogFile.__init__: path.open('ab', buffering=0)",
-    "settings/logs.py LogFile.write: self.path.open('ab', buffering=0)",
+    "process/logs.py LogFile.__init__: path.open('ab', buffering=0)",
+    "process/logs.py LogFile.write: self.path.open('ab', buffering=0)",
     # where metrics.jsonl is, and the record of a rehearsal
     "recipe/rehearsal.py main: "
     "(options.output_dir / 'rehearsal.json').write_text(json.dumps(report, indent=1))",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from scipy.stats import nbinom
 
-from ascend_rl.loss import dapo
+from ascend_rl.rollout import dapo
 from ascend_rl.settings.switch import CannotWork
 
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ascend_rl.loss.dapo import merge_timings
 from ascend_rl.rollout import engine_stats
+from ascend_rl.rollout.dapo import merge_timings
 from ascend_rl.rollout.engine_stats import EngineStats, merged, of_rollout, step_metrics
 
 Event = IntEnum("Event", "QUEUED SCHEDULED PREEMPTED")
@@ -96,7 +96,7 @@ def test_a_rollout_ends_with_the_counts_of_its_servers_also_if_one_died():
 
 
 def test_batches_of_a_step_are_one():
-    """With dynamic sampling a step generates several times (ascend_rl/loss/dapo.py)."""
+    """With dynamic sampling a step generates several times (ascend_rl/rollout/dapo.py)."""
     slowest = dict.fromkeys(("agent_loop/slowest/generate_sequences", "agent_loop/slowest/tool_calls"), 1.0)
     batches = [
         {"rollout/kv_cache_usage/max": 0.2, "rollout/num_preempted": 1, "rollout/drafted": 10,

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from ascend_rl.launch import supervise
-from ascend_rl.loss.dapo import DynamicSampling
-from ascend_rl.settings.logs import LogFile
+from ascend_rl.process.logs import LogFile
+from ascend_rl.rollout.dapo import DynamicSampling
 
 PYTHON = sys.executable
 # As verl's progress arrives through Ray, for printf.
@@ -581,7 +581,7 @@ def test_generation_batches_of_a_step_are_progress(runner):
 def test_signs_of_work_are_progress_and_noise_is_none(runner):
     """Of any process; each comes before --start and --stall end the run, which is longer than both."""
     signs = (
-        "import time; from ascend_rl.settings.progress import sign\nfor _ in range(6): sign(); time.sleep(2)"
+        "import time; from ascend_rl.process.progress import sign\nfor _ in range(6): sign(); time.sleep(2)"
     )
     result = runner.run(sys.executable, "-c", signs, options=("--stall", 8, "--start", 8))
     assert result.returncode == 0, result.stderr
@@ -609,7 +609,7 @@ def test_death_of_an_essential_process_ends_the_run(runner, tmp_path, name):
 @pytest.mark.parametrize(("name", "status"), [("VLLM::EngineCor", 4), ("ray::WorkerDict", 1)])
 def test_a_death_that_somebody_answers_for_is_his(runner, tmp_path, name, status):
     """As rollout.server_restart does for vLLM's processes, and for no others."""
-    answer = "from ascend_rl.settings import progress; progress.answer_for(progress.VLLM)"
+    answer = "from ascend_rl.process import progress; progress.answer_for(progress.VLLM)"
     result = runner.run(
         "bash",
         "-c",

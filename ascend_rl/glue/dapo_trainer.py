@@ -1,10 +1,10 @@
-"""verl's PPO trainer with DAPO's dynamic sampling (loss/dapo.py)."""
+"""verl's PPO trainer with DAPO's dynamic sampling (rollout/dapo.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ascend_rl.loss import dapo
+from ascend_rl.rollout import dapo
 from verl import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 

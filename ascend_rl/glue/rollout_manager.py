@@ -28,11 +28,11 @@ import numpy as np
 import ray
 
 from ascend_rl.process.counts import count
+from ascend_rl.process.progress import sign
 from ascend_rl.rollout import engine_stats, request_mover, rollout_progress, server_restart
 from ascend_rl.rollout.data_rebalance import Placement, place, predict
 from ascend_rl.rollout.prompt_memory import PromptMemory, fitting, keys_of
 from ascend_rl.rollout.servers import engine_ids, handle_of
-from ascend_rl.settings.progress import sign
 from ascend_rl.speculation import sam_history
 from verl import DataProto
 from verl.experimental.agent_loop import agent_loop

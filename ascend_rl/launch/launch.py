@@ -45,9 +45,9 @@ from ascend_rl.launch.registry import describe, launches, leftovers, registered,
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 from ascend_rl.launch.supervise import Ending, supervise
 from ascend_rl.process import counts
+from ascend_rl.process.logs import set_aside
 from ascend_rl.process.ports import free_port
 from ascend_rl.settings import claim, hidden
-from ascend_rl.settings.logs import set_aside
 from ascend_rl.settings.switch import CannotWork, switched_on
 
 # Of a Unix socket; and the longest one of Ray below TMPDIR (ray/_private/node.py).

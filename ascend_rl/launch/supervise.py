@@ -36,10 +36,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_rl.launch.status_line import Line, Metrics, clock, state, unless_gone
+from ascend_rl.process.logs import LogFile
+from ascend_rl.process.progress import FILE, VLLM, answered_for
 from ascend_rl.rollout.rollout_progress import TERMINAL
-from ascend_rl.settings.logs import LogFile
 from ascend_rl.settings.numbers import real
-from ascend_rl.settings.progress import FILE, VLLM, answered_for
 
 PR_SET_CHILD_SUBREAPER = 36
 # Names (/proc/PID/comm, cut to 15 characters) of processes that only end when a run does.
@@ -55,7 +55,7 @@ TERM_GRACE_S = 5.0
 KILL_GRACE_S = 30.0  # a process in the kernel's hands (a driver, a disk) dies only when these let go
 # These patterns read whatever a model wrote, too: the time they take is linear.
 STEPS_SEEN = re.compile(r"Training Progress:.{0,300}?\| (\d{1,9})/(\d{1,9})")
-# Progress within a step: a generation batch of dynamic sampling (ascend_rl/loss/dapo.py).
+# Progress within a step: a generation batch of dynamic sampling (ascend_rl/rollout/dapo.py).
 BATCHES_SEEN = re.compile(r"generation batch \d+: \d+ of \d+ groups found")
 # States of the rollout's progress bar, and those in a line that were overwritten: the log keeps the last.
 ROLLOUT_SEEN = re.compile(
@@ -313,7 +313,7 @@ def supervise(
         title: what is started; draw a line of progress that begins so instead of copying the output.
         deadline_s, stall_s, start_s: longest run, longest time between two signs of progress after the
             first, longest time to the first; 0 is no limit. Signs are verl's "Training Progress", the
-            generation batches of a DAPO step, and those of settings/progress.py.
+            generation batches of a DAPO step, and those of process/progress.py.
         ended: asked four times a second; a status and a sentence end the run.
         leaving: told how the run ended, before what is left of it is stopped.
         gate: given the metrics of the first training step; a sentence ends the run.

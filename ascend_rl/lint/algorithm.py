@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ascend_rl.lint.setup import ACTOR, Setup, rule
-from ascend_rl.loss import dapo, old_log_prob
+from ascend_rl.loss import old_log_prob
+from ascend_rl.rollout import dapo
 
 GSPO_LOSSES = ("gspo", "gspo_token")
 

@@ -1,1 +1,1 @@
-"""What is trained, and on which samples: losses of sequences, dynamic sampling, old log-probs."""
+"""What is trained: losses of sequences, of whole mini-batches, old log-probs."""

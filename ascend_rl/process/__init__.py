@@ -1,1 +1,1 @@
-"""What the processes of a run share on a machine: ports, and counts of what features did."""
+"""What the processes of a run share on a machine: ports, logs, progress, counts of what features did."""

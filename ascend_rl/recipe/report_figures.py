@@ -8,8 +8,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from ascend_rl.process.logs import parts
 from ascend_rl.recipe import step_time
-from ascend_rl.settings.logs import parts
 from ascend_rl.settings.metrics import (
     ACCEPTANCE,
     CLIPPED,

@@ -1,1 +1,1 @@
-"""Generating responses: which server gets which request, when requests move, the options of the engine."""
+"""Generating responses: which prompts, on which server, when requests move, the options of the engine."""

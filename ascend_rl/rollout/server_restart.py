@@ -13,7 +13,7 @@ between the trainer and what uses servers:
 
 A death within a weight sync ends the run, as the trainer's ranks wait for each other and for the server; so
 does the death of the last server in a rollout, and a server that does not start in two tries. The launcher's
-watch over processes leaves vLLM's to this module (`settings.progress.answer_for`).
+watch over processes leaves vLLM's to this module (`process.progress.answer_for`).
 
 A server that starts again has the id, so the place in data_rebalance, of the one before. Responses that were
 under way are sampled again from where they last moved; a greedy run has the same result as an undisturbed one
@@ -34,8 +34,8 @@ from typing import Any
 import psutil
 import ray
 
+from ascend_rl.process import progress
 from ascend_rl.rollout.servers import handle_of, has_died, server_of
-from ascend_rl.settings import progress
 from ascend_rl.settings.switch import switched_on
 
 SWITCH, DEADLINE = "RESTART_SERVERS", "SERVER_DEADLINE_S"

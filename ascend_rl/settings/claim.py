@@ -5,7 +5,7 @@ an earlier one left: with the OUTPUT_DIR of a real run that is its checkpoints. 
 file of the directory before anything else, and ends if the mark of another kind is there.
 
 - A directory without a mark is taken if it is new or empty. Else only a run takes it: it deletes nothing, and
-  sets aside whatever has the name of a file of its own (settings/logs.py).
+  sets aside whatever has the name of a file of its own (process/logs.py).
 - The mark is a regular file: a link, or a file that cannot be read, is nobody's mark.
 
     python -m ascend_rl.settings.claim quickstart DIRECTORY     exit status 1 and a sentence if it cannot be

@@ -23,7 +23,7 @@ class Shown(NamedTuple):
 
 
 REWARD = "critic/rewards/mean"  # only training steps have it
-# With dynamic sampling (ascend_rl/loss/dapo.py) every trained group has right and wrong responses.
+# With dynamic sampling (ascend_rl/rollout/dapo.py) every trained group has right and wrong responses.
 UNFILTERED = "dapo/reward_before_filter/mean"
 LENGTH, CLIPPED = "response_length/mean", "actor/pg_clipfrac"
 SPEED = "perf/throughput"  # prompt and response tokens of a step by its time and the number of dies

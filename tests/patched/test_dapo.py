@@ -109,7 +109,7 @@ def test_a_resumed_run_trains_what_the_whole_run_trained(tmp_path, monkeypatch, 
 
 
 def test_too_few_varying_groups_end_the_run_with_advice(tmp_path, monkeypatch):
-    from ascend_rl.loss.dapo import DynamicSamplingError
+    from ascend_rl.rollout.dapo import DynamicSamplingError
 
     with pytest.raises(DynamicSamplingError, match="after 1 generation batches . of 4 groups vary"):
         train(tmp_path, *FILTER, "algorithm.filter_groups.max_num_gen_batches=1", monkeypatch=monkeypatch)

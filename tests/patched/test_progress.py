@@ -12,7 +12,7 @@ from megatron_tiny import Layout, make_batch, make_checkpoint, make_worker, own_
 from patched.test_compute_old_log_prob import fsdp_worker
 from ranks import run_ranks
 
-from ascend_rl.settings.progress import FILE
+from ascend_rl.process.progress import FILE
 
 
 def test_each_response_is_a_sign(tiny, tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from ascend_rl.process import progress
 from ascend_rl.rollout import server_restart
-from ascend_rl.settings import progress
 
 RESPONSE = 120
 SAMPLING = [{"temperature": 0.0, "ignore_eos": True, "max_tokens": RESPONSE} for _ in range(16)]

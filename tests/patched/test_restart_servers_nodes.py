@@ -7,8 +7,8 @@ import signal
 import psutil
 import pytest
 
+from ascend_rl.process import progress
 from ascend_rl.rollout import server_restart
-from ascend_rl.settings import progress
 
 pytestmark = pytest.mark.long
 
