@@ -644,7 +644,7 @@ def draw_figure() -> None:
         axis.set_yticks([])
         axis.set_facecolor("0.93")
     axes[-1].set_xlabel(
-        "seconds (simulated; 256 prompts x 16, 32 ranks in lockstep, one row a rank)", fontsize=8
+        "seconds (simulated; 256 prompts x 16, 32 ranks in lockstep, one row per rank)", fontsize=8
     )
     figure.colorbar(image, ax=axes, label="running requests of a rank; grey: waits", pad=0.01)
     save(figure, "rollout")

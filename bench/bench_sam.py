@@ -5,7 +5,7 @@ Example:  python bench/bench_sam.py            # about 2 minutes; --quick under 
 1. Tokens per step: recorded text replaces the model. A step verifies a draft against the actual continuation
    and keeps the matching tokens plus one more. A server runs 16 requests; all draft, then all are verified.
    "engine" is what vLLM and vllm-ascend run: SamProposer, which weighs a step's drafts against their time;
-   "engine, graphs" pads them to full length. Speed: tokens a second over those without speculation, where a
+   "engine, graphs" pads them to full length. Speed: tokens per second over those without speculation, where a
    step takes the published time for its tokens (STEP_TIMES); the drafter's own time is not in it.
 2. The same of the engine, where samples bring earlier responses to their prompt, and where they do not.
 3. Cost of a step at contexts of 1k to 32k, and memory use.
@@ -598,7 +598,7 @@ def main() -> int:
         bars.append(bar(what, ratio, "x", ">= 1.2"))
     mine = times["ours"]
     for what, column, unit, bound, names in (
-        ("update a token", "update_us", "us", 1.0, ("code", "GSM8K")),
+        ("update per token", "update_us", "us", 1.0, ("code", "GSM8K")),
         ("draft, median", "draft_us", "us", 2.0, ("code", "GSM8K")),
         ("step, 99.9%", "p999_us", "us", 50, mine),
         ("step, worst", "worst_us", "us", 1000, mine),

@@ -59,7 +59,7 @@ class Cost:
 
 
 # Fitted, see docs/rollout_rebalance.md. Prefill: 5000 tokens/s per rank of four dies. KV: 94 layers, one KV
-# head of 128 a die at TP4, bf16 (the published 1.47 GB of 32K tokens). Link: 20 GB/s.
+# head of 128 per die at TP4, bf16 (the published 1.47 GB of 32K tokens). Link: 20 GB/s.
 QWEN3_235B = Cost(65.6, 0.494, 0.0, 0.137, 0.0, 0.2, 48128, 20e6, 2.0)
 # The first three come from the published table of graph sizes, the padded attention from the gain by gears.
 # KV: 61 layers of 576, bf16.

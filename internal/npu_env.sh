@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the environment scripts of Ascend runs. Each variable has its reason; set one beforehand to override it.
 #
-# NPU_SERIES=a3 (default: Atlas A3, 16 dies a node) or a2 (Atlas 800T A2, 8 NPUs a node).
+# NPU_SERIES=a3 (default: Atlas A3, 16 dies per node) or a2 (Atlas 800T A2, 8 NPUs a node).
 case "${NPU_SERIES:=a3}" in
 a3) export NPUS_PER_NODE="${NPUS_PER_NODE:-16}" ;;
 # HCCL_INTRA_PCIE_ENABLE and HCCL_INTRA_ROCE_ENABLE, the hierarchical exchange of MC2, stay unset: a rollout that shares its

@@ -53,7 +53,7 @@ smoke() {
         trainer.n_gpus_per_node="$SMOKE_DIES"
         actor_rollout_ref.rollout.tensor_model_parallel_size="${gen_tp:-1}"
         actor_rollout_ref.rollout.data_parallel_size="$gen_dp"
-        # The model, the data, lengths, and as many updates a step as the recipe has.
+        # The model, the data, lengths, and as many updates per step as the recipe has.
         actor_rollout_ref.model.path="$data/model"
         data.train_files="$data/train.parquet"
         data.val_files="$data/val.parquet"

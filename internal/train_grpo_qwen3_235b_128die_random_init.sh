@@ -17,7 +17,7 @@
 MAX_PROMPT=2048 MAX_RESPONSE=32768 DATA=deepscaler CP=8
 TRAIN_BATCH=512 MINI_BATCH=512      # one update per step: on-policy
 ARGS=(
-    actor_rollout_ref.actor.compute_old_log_prob=False    # one update a step: the old log-probs are the new ones
+    actor_rollout_ref.actor.compute_old_log_prob=False    # one update per step: the old log-probs are the new ones
     # Micro-batches of one sequence: with random weights nearly all have the same length.
     actor_rollout_ref.actor.use_dynamic_bsz=False
     trainer.save_freq=-1

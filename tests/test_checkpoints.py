@@ -283,7 +283,7 @@ def test_the_passes_of_a_run_are_those_from_its_checkpoint_on(tmp_path, capsys, 
     if step:
         rest = (24 - 4 * step) // 8
         assert f"after step {step}, {4 * step} of 24 prompts of pass 1 of 2 are consumed" in said
-        assert said.strip().endswith(f"with 8 a step the data lasts until step {step + rest + 3}")
+        assert said.strip().endswith(f"with 8 per step the data lasts until step {step + rest + 3}")
     else:
         assert not said
 

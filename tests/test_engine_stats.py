@@ -113,7 +113,7 @@ def test_batches_of_a_step_are_one():
 
 
 def test_mfu_by_phase():
-    """An update of 6 N operations a token at MFU 0.3 in 30 s; a pass of 2 N in 5 s has 0.6, in 50 s 0.06."""
+    """An update of 6 N FLOPs per token at MFU 0.3 in 30 s; a pass of 2 N in 5 s has 0.6, in 50 s 0.06."""
     timing = {"gen": 50.0, "old_log_prob": 5.0, "update_actor": 30.0}
     found = step_metrics(timing, {"perf/mfu/actor": 0.3, "perf/mfu/actor_infer": 0})
     assert found == pytest.approx({"perf/mfu/rollout": 0.06, "perf/mfu/actor_infer": 0.6})

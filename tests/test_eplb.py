@@ -139,7 +139,7 @@ def test_the_bound_is_what_it_says_and_can_be_reached(load, ranks, slots, bound)
 
 
 def test_published_example_is_solved_exactly():
-    """All counts, and for two slots a rank the best places: the largest copy with the smallest."""
+    """All counts, and for two slots per rank the best places: the largest copy with the smallest."""
     best = np.inf
     stack = [((), 16)]
     while stack:
@@ -569,7 +569,7 @@ def folded(w: np.ndarray, counts: np.ndarray) -> float:
 
 
 def pair_layers(count: int, seed: int, ranks: int = 32):
-    """Layers for two slots a rank, with copies: load [experts], counts [experts]."""
+    """Layers for two slots per rank, with copies: load [experts], counts [experts]."""
     random = np.random.default_rng(seed)
     for _ in range(count):
         experts = int(random.integers(ranks // 2, 2 * ranks - 4))

@@ -433,7 +433,7 @@ def test_a_weight_sync_needs_room_for_a_layer_of_fused_experts(on_base):
 
 
 def test_flashcomm_needs_tp(on_base):
-    """Found by a rehearsal of one server a die: vllm-ascend's assertion when the model is built."""
+    """Found by a rehearsal of one server per die: vllm-ascend's assertion when the model is built."""
     script = on_base("fsdp", "export VLLM_ASCEND_ENABLE_FLASHCOMM1=1")
     one, two = (linter.lint(script, None, [f"{ROLLOUT}.tensor_model_parallel_size={tp}"]) for tp in (1, 2))
     assert "rollout.flashcomm" in checks(one) and "rollout.flashcomm" not in checks(two)
@@ -579,7 +579,7 @@ SAM = f"{SPECULATE} +{VLLM}.speculative_config.method=sam"
 @pytest.mark.parametrize(("words", "sizes"), [
     ("", (8, 16, 32, 64)),
     (f"{ROLLOUT}.enforce_eager=True", ()),
-    (SPECULATE, (8, 16, 32, 64)),  # of 4 tokens a row
+    (SPECULATE, (8, 16, 32, 64)),  # of 4 tokens per row
     (SAM, (8, 16, 32, 64, 8, 16)),  # and those that 16 rows of one token fill
 ])  # fmt: skip
 def test_the_planner_gets_the_graphs_that_are_captured(words, sizes, on_base):

@@ -86,7 +86,7 @@ def test_the_actor_reads_no_old_log_probs_for_one_update():
     ("rows", "changes"), [(5, {}), (4, {"ppo_epochs": 2}), (4, {"ppo_mini_batch_size": 3})]
 )
 def test_the_actor_refuses_a_second_update(rows, changes):
-    with pytest.raises(CannotWork, match=f"one update a step, but {rows} rows .* set it to True"):
+    with pytest.raises(CannotWork, match=f"one update per step, but {rows} rows .* set it to True"):
         leave_out(["old_log_probs"], OFF | changes, rows)
 
 

@@ -22,7 +22,7 @@ SOURCES = REPO / "patches/sources.py"
 BASE = "ascend-rl-base"
 MESSAGE = """{kind}({name}): do something about {name}
 
-Why: it costs 3 ms a step, measured here
+Why: it costs 3 ms per step, measured here
 How: core.run -> ascend_rl.{name}.run
 
 Upstream-Status: Pending

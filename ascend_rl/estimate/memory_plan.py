@@ -124,7 +124,7 @@ Writes nothing but the plan.""",
     )
     parser.add_argument("--model", required=True, help=f"{', '.join(PUBLISHED)}, or a path to a config.json")
     parser.add_argument(
-        "--dies", type=whole(high=100_000), required=True, help="dies of both phases, 16 a node on A3"
+        "--dies", type=whole(high=100_000), required=True, help="dies of both phases, 16 per node on A3"
     )
     for name in ("tp", "pp", "cp", "ep", "etp"):
         parser.add_argument(f"--{name}", type=whole(high=10**6), help=f"training {name.upper()}")

@@ -45,7 +45,7 @@ def training_text(one: TrainingPlan) -> list[str]:
     layout = one.layout
     lines = [
         *folded(
-            f"training {training_name(layout)}, {layout.max_token_len_per_gpu} tokens a die, optimizer "
+            f"training {training_name(layout)}, {layout.max_token_len_per_gpu} tokens per die, optimizer "
             f"{layout.optimizer}, recompute {layout.recompute}, moe_zero_memory {layout.moe_zero_memory}"
         ),
         # Layers and the micro-batches whose activations a stage holds.
@@ -76,7 +76,7 @@ def fsdp_text(one: FsdpPlan) -> list[str]:
     where = "in host memory" if layout.offload_policy else "on the die"
     return [
         *folded(
-            f"training {fsdp_name(layout)}, {layout.max_token_len_per_gpu} tokens a die, recompute "
+            f"training {fsdp_name(layout)}, {layout.max_token_len_per_gpu} tokens per die, recompute "
             f"{layout.recompute}, states {where}"
         ),
         "  weights  grads optimizer gathered activations working logits   step  peak GiB",
@@ -96,11 +96,11 @@ def rollout_text(one: RolloutPlan) -> list[str]:
     return [
         f"rollout {rollout_name(one.layout)}, max_model_len {one.layout.max_model_len}",
         *folded(
-            f"weights {gib(one.weights_bytes)} GiB a die ({split}), prefill {gib(one.prefill_bytes)}, "
+            f"weights {gib(one.weights_bytes)} GiB per die ({split}), prefill {gib(one.prefill_bytes)}, "
             f"trainer {gib(one.training_bytes)}",
             "  ",
         ),
-        f"  KV cache {gib(one.kv_bytes)} GiB a die, {one.kv_tokens} tokens; "
+        f"  KV cache {gib(one.kv_bytes)} GiB per die, {one.kv_tokens} tokens; "
         f"{gib(one.kv_bytes_per_sequence)} GiB a full sequence",
         *([graphs] if one.layout.graph_sizes else []),
         f"  {verdict(one.fits)}: {one.max_num_seqs} full sequences at once on each DP rank",

@@ -10,7 +10,7 @@ The launchers have met, and Ray has the NPUs of all nodes, as for a run. Then:
    die all of whose links are slow, or whose product takes twice the median.
 
 Exit status: 1 for an error, 0 with or without warnings of slow dies: how fast is fast enough is the user's to
-say. Cost: the start of Ray and of one process a die, then seconds. The run's own model is not loaded.
+say. Cost: the start of Ray and of one process per die, then seconds. The run's own model is not loaded.
 """
 
 from __future__ import annotations

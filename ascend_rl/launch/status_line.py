@@ -1,6 +1,6 @@
 """What a run shows on its terminal: one line that says where it is, made from verl's metrics.jsonl.
 
-A terminal gets a line that is drawn over itself and fits its width; a file or pipe gets one line a step, at
+A terminal gets a line that is drawn over itself and fits its width; a file or pipe gets one line per step, at
 most one in 10 seconds. All figures are of the newest step, times are predicted from the last steps' median.
 """
 

@@ -65,7 +65,7 @@ def clip_range(s):
 @rule(
     "algorithm.gspo_on_policy",
     "info",
-    "GSPO makes several updates a step",
+    "GSPO makes several updates per step",
     why="with one, every sequence ratio is 1 and nothing is ever clipped",
     fix="lower ppo_mini_batch_size",
 )

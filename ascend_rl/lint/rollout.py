@@ -73,7 +73,7 @@ def rollout_seats(s):
     engines, requests = _load(s)
     seats = engines * s.number(f"{ROLLOUT}.max_num_seqs")
     if s.npu and engines and seats < requests:
-        yield f"{ROLLOUT}.max_num_seqs", f"{seats} seats in {engines} engines, {requests} requests a step"
+        yield f"{ROLLOUT}.max_num_seqs", f"{seats} seats in {engines} engines, {requests} requests per step"
 
 
 @rule(

@@ -390,7 +390,7 @@ def micro_divides(s):
     if not s.dynamic and micro and per_rank and per_rank % micro:
         yield (
             f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-            f"{per_rank} sequences a rank in micro-batches of {micro}",
+            f"{per_rank} sequences per rank in micro-batches of {micro}",
         )
 
 

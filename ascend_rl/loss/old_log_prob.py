@@ -1,7 +1,7 @@
 """Training without the forward pass for old log-probs (actor.compute_old_log_prob=False).
 
 A policy-gradient loss compares the log-probs being trained with those of the policy before the step. With one
-update a step the two are the same number: the trained log-prob without its gradient. The forward pass
+update per step the two are the same number: the trained log-prob without its gradient. The forward pass
 that computes the old ones beforehand then wastes a fifth to a quarter of the training FLOPs.
 
 Invariants (tests/patched/test_compute_old_log_prob.py): the update is the same with and without the pass,
@@ -81,7 +81,7 @@ def leave_out(keys: list[str], actor: Mapping[str, Any], rows: int) -> list[str]
     size, epochs = actor.get("ppo_mini_batch_size"), actor.get("ppo_epochs")
     if rows > size or epochs != 1:
         updates = f"{rows} rows on a rank are trained in mini-batches of {size} and {epochs} epochs"
-        refuse(f"{SWITCH}=False", [f"it allows one update a step, but {updates}; set it to True"])
+        refuse(f"{SWITCH}=False", [f"it allows one update per step, but {updates}; set it to True"])
     return [key for key in keys if key != "old_log_probs"]
 
 

@@ -238,7 +238,7 @@ def extract_answer(solution: str) -> str | None:
 
 
 class Checker:
-    """A child process that compares answers, one response a line; safe to call from any thread."""
+    """A child process that compares answers, one response per line; safe to call from any thread."""
 
     def __init__(self, deadline_s: float = DEADLINE_S):
         self.deadline_s = deadline_s

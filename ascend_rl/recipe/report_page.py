@@ -99,7 +99,7 @@ def warnings(rows: Sequence[dict], settings: Sequence[str]) -> Iterator[str]:
         yield f"weight sync is {share('update_weights'):.0%} of a step: see docs/weights.md"
     if share("old_log_prob") > 0.15 and not on("compute_old_log_prob=False"):
         yield (
-            f"old log-probs are {share('old_log_prob'):.0%} of a step; with one update a step they are not "
+            f"old log-probs are {share('old_log_prob'):.0%} of a step; with one update per step they are not "
             "needed: actor.compute_old_log_prob=False (docs/old_log_prob.md)"
         )
     if (preempted := median(steps, PREEMPTED)) > 0:

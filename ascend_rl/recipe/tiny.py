@@ -11,7 +11,7 @@ the model can add but usually does not. RL has to find out which of the two is r
 ``--out`` depends only on the arguments (and on the CPU's floating point).
 
     python -m ascend_rl.tiny --out data/tiny                  # 2 layers, about 20 s on 2 cores
-    python -m ascend_rl.tiny --out data/tiny_moe --moe        # the same as a Qwen3-MoE, 8 experts a layer
+    python -m ascend_rl.tiny --out data/tiny_moe --moe        # the same as a Qwen3-MoE, 8 experts per layer
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def make_tokenizer():
 
 
 def make_model(tokenizer, seed: int, moe: bool = False, hidden_size: int = 64, layers: int = 2):
-    """A random fp32 Qwen3ForCausalLM, or Qwen3MoeForCausalLM (8 experts, 2 a token), for ``tokenizer``."""
+    """A random fp32 Qwen3ForCausalLM, or Qwen3MoeForCausalLM (8 experts, 2 per token), for ``tokenizer``."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 

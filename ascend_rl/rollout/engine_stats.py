@@ -7,7 +7,7 @@ takes what a server has seen since it last asked, after each rollout. `step_metr
 
 Invariants (tests/test_engine_stats.py, tests/patched/test*_engine_stats.py): preemptions, drafts and requests
 are those of vLLM's schedulers; a metric that an engine does not give is absent; no error here ends a rollout.
-Cost: O(1) an engine step, and a look at one field a token batch; one Ray call a server and rollout.
+Cost: O(1) per engine step, and a look at one field per token batch; one Ray call per server and rollout.
 """
 
 from __future__ import annotations

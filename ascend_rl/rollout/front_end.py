@@ -37,7 +37,7 @@ def result_only(sampling_params: dict[str, Any], final_only: Any) -> dict[str, A
     quiet = {
         "output_kind": final_only,
         "detokenize": bool(sampling_params.get("stop")),
-        "flat_logprobs": True,  # a few lists a request, instead of a dict and an object a token
+        "flat_logprobs": True,  # a few lists per request, instead of a dict and an object per token
     }
     return quiet | sampling_params
 

@@ -11,7 +11,7 @@ ray.experimental.tqdm_ray: what it writes travels with Ray's log lines, and the 
 
 Invariants (tests/test_rollout_progress.py): counts are exact at the end, also with aborted requests; drawing
 never ends or delays a rollout by more than one question; switched off nothing is counted or asked.
-Cost: O(1) a token batch and request; one small Ray call a server and second.
+Cost: O(1) per token batch and request; one small Ray call per server and second.
 """
 
 from __future__ import annotations

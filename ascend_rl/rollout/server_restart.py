@@ -17,7 +17,7 @@ watch over processes leaves vLLM's to this module (`process.progress.answer_for`
 
 A server that starts again has the id, so the place in data_rebalance, of the one before. Responses that were
 under way are sampled again from where they last moved; a greedy run has the same result as an undisturbed one
-(tests/e2e/test_resume.py). Cost: one small Ray call a server and CHECK_S.
+(tests/e2e/test_resume.py). Cost: one small Ray call per server and CHECK_S.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Several tokens a step: what to draft, when drafting pays, which drafts to keep."""
+"""Several tokens per step: what to draft, when drafting pays, which drafts to keep."""

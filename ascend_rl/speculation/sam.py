@@ -58,7 +58,7 @@ class SamDrafter:
         num_speculative_tokens: the most tokens in a draft.
         share_groups: also draft from the texts of other requests, those with an equal prompt first.
             Otherwise a request knows only its own text.
-        max_bytes: limit for the texts of all requests, about 60 bytes a token, and 16 MiB for the table.
+        max_bytes: limit for the texts of all requests, about 60 bytes per token, and 16 MiB for the table.
             Allocated as needed. When it is reached, texts of finished requests are dropped, then drafts stop.
         worth: a draft ends before a token whose odds of being accepted are lower than this.
 

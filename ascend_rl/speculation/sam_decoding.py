@@ -2,7 +2,7 @@
 
 `SamDrafter` predicts how a text continues. This module applies it to the runner's batch: a request gets a
 draft after each step that sampled a token for it, but never beyond its last token (max_tokens, the model's
-length), and not while its sampling needs something that is computed for one token a step (penalties, min_p,
+length), and not while its sampling needs something that is computed for one token per step (penalties, min_p,
 logit_bias, bad words, min_tokens not yet reached). This affects only speed, never what is emitted.
 
 The tokens of a rejected draft are computed for nothing, and a step takes as long as all its tokens need. So
@@ -12,7 +12,7 @@ those that the step emits anyway, are at least the time they add, over the time 
 measured steps, interpolated to the number of tokens (`step_time`), padding to a graph included. What the
 drafter expects is corrected by how much of it came true lately. Drafts that do not pay are tried now and
 then, for at most ALLOWANCE of the time, so that what is known of them stays true. A large batch is looked at
-more rarely while drafts do not pay, about LOOK_ROWS requests a step.
+more rarely while drafts do not pay, about LOOK_ROWS requests per step.
 
 A request may bring earlier responses to its prompt (`sam_history`). They are taken in piece by piece.
 

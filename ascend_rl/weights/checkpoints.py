@@ -322,7 +322,7 @@ def passes(config: Any, loader: Any) -> Passes:
     if start.step:
         print(
             f"after step {start.step}, {start.prompts} of {prompts} prompts of pass {start.epoch + 1} of "
-            f"{made.epochs} are consumed: with {batch} a step the data lasts until step {made.steps}",
+            f"{made.epochs} are consumed: with {batch} per step the data lasts until step {made.steps}",
             flush=True,
         )
     return made

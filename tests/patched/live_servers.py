@@ -116,7 +116,7 @@ def configuration(model: Path, directory: Path, *overrides: str):
 
 
 def batch(sampling: list[dict], samples: int = 1) -> DataProto:
-    """A request a row; as many as ``samples`` next to each other have the same prompt of the tiny task."""
+    """A request per row; as many as ``samples`` next to each other have the same prompt of the tiny task."""
     columns = {
         "sampling": sampling,
         "raw_prompt": [

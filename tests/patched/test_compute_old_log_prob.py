@@ -170,7 +170,7 @@ def test_the_entropy_is_reported_on_request(ranks, name):
 def test_an_actor_refuses_a_second_update(ranks, name):
     refused = ranks[0][name, False]["refused"]
     assert refused.startswith(
-        f"{OFF} is incompatible with this configuration:\n  it allows one update a step, but "
+        f"{OFF} is incompatible with this configuration:\n  it allows one update per step, but "
     )
 
 

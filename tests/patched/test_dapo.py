@@ -57,7 +57,7 @@ def test_trained_groups_vary_and_fill_the_batch(tmp_path, monkeypatch):
 
 def test_a_step_generates_less_than_whole_batches_and_loses_no_prompt(tmp_path, monkeypatch):
     """Counted in responses; every batch divides by the agent loop workers, whose chunks are equal."""
-    workers = 8  # for 4 responses a prompt: two prompts at a time
+    workers = 8  # for 4 responses per prompt: two prompts at a time
     options = [*FILTER, f"actor_rollout_ref.rollout.agent.num_workers={workers}", "+data.gen_batch_size=12"]
     events, rows = train(tmp_path, *options, monkeypatch=monkeypatch)
     batches = drawn(events)

@@ -89,7 +89,7 @@ def test_collections_wait_and_memory_does_not_grow(steps):
         assert gc.isenabled()
     assert not any(inside for inside, _ in steps.collected)
     assert [generation for _, generation in steps.collected].count(0) > 0.8 * len(alive)  # after every step
-    assert max(alive) < 120 * 30  # without collection all of them, 30 a step
+    assert max(alive) < 120 * 30  # without collection all of them, 30 per step
     assert resident[-1] - resident[0] < 8 * 2**20, resident
 
 
@@ -216,7 +216,7 @@ def test_a_worker_process_collects_between_its_steps(workers):
 @pytest.mark.long
 def test_the_heap_of_a_worker_process_is_frozen_and_does_not_grow(workers):
     assert workers["0"]["frozen"] == 0 and workers["1"]["frozen"] > 100_000
-    assert workers["1"]["most"] < 40 * 30  # without collection all of them, 30 a step
+    assert workers["1"]["most"] < 40 * 30  # without collection all of them, 30 per step
 
 
 @pytest.mark.long

@@ -97,7 +97,7 @@ def test_greedy_is_the_same_in_fewer_steps(plain, sam, expected):
 
 
 def test_greedy_is_the_same_with_preemption_chunked_prefill_and_prefix_cache(model, expected):
-    """5 blocks of 32 tokens for 6 requests of up to 150, 24 tokens a step."""
+    """5 blocks of 32 tokens for 6 requests of up to 150, 24 tokens per step."""
     engine = Engine(
         model[0], speculative_config=SAM, max_num_seqs=6, block_size=32, num_gpu_blocks_override=9,
         max_num_batched_tokens=24, enable_prefix_caching=True, enable_chunked_prefill=True,

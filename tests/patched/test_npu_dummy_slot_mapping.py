@@ -34,7 +34,7 @@ def answer_twice(path: str, options: dict) -> dict:
         return llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
 
     torch.npu.graphs.reset_counts()
-    longer = 0 if os.environ["RANK"] == "0" else 5 * IDLE_STEPS  # 5 tokens a step, with drafts
+    longer = 0 if os.environ["RANK"] == "0" else 5 * IDLE_STEPS  # 5 tokens per step, with drafts
     text = PROMPT + list(run(PROMPT, NEW_TOKENS + longer).outputs[0].token_ids)
     replays = torch.npu.graphs.counts()["replays"]
     after = run(text, 1)
