@@ -1,7 +1,5 @@
 """The command ``ascend-rl``, whose commands also run as modules: ``python -m ascend_rl.tiny``."""
 
-import argparse
-import importlib
 import sys
 
 # What users call: the module whose main() is the command, what it does.
@@ -22,21 +20,28 @@ COMMANDS = {
 def run(name: str) -> int | None:
     """The command's exit status; Ctrl-C ends it without a traceback, during its imports too."""
     try:
+        import importlib
+
         return importlib.import_module(f"ascend_rl.{COMMANDS[name][0]}").main()
     except KeyboardInterrupt:
         return 130
 
 
 def main() -> int | None:
-    lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
-        "ascend-rl",
-        usage="%(prog)s COMMAND [-h] [ARGUMENTS...]",
-        epilog="\n".join(["commands:", *lines]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the list below")
-    name = parser.parse_args(sys.argv[1:2]).command
+    try:
+        import argparse
+
+        lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
+        parser = argparse.ArgumentParser(
+            "ascend-rl",
+            usage="%(prog)s COMMAND [-h] [ARGUMENTS...]",
+            epilog="\n".join(["commands:", *lines]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the list below")
+        name = parser.parse_args(sys.argv[1:2]).command
+    except KeyboardInterrupt:
+        return 130
     del sys.argv[1]
     return run(name)
 

@@ -56,20 +56,22 @@ roll() {
     train ascend_rl.launch.start_roll "$@"
 }
 
-# settle: each key once, where it is given first, with its last value.
+# settle: each key once, where it is given first, with its last value. Hydra takes options only before all overrides.
 settle() {
-    local argument key place settled=()
+    local argument key place options=() settled=()
     local -A at=()
     for argument in "${ARGS[@]}"; do
         key="${argument%%=*}" key="${key#+}" place="${at[$key]:-}"
-        if [ -n "$place" ]; then
+        if [[ "$argument" == --* ]]; then
+            options+=("$argument")
+        elif [ -n "$place" ]; then
             settled[place]="${settled[place]%%=*}=${argument#*=}"
         else
             at[$key]=${#settled[@]}
             settled+=("$argument")
         fi
     done
-    ARGS=("${settled[@]}")
+    ARGS=("${options[@]}" "${settled[@]}")
 }
 
 # setting KEY: the last value that the recipe gives KEY, or nothing.

@@ -17,6 +17,7 @@ from pathlib import Path
 import published_recipes
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from ascend_rl.lint.lint import lint
@@ -137,7 +138,8 @@ def resolve(arguments: list[str]):
     import verl
 
     name = next((a.split("=")[1] for a in arguments if a.startswith("--config-name=")), "ppo_trainer")
-    overrides = [a for a in arguments if not a.startswith(("--config-name=", "hydra."))]
+    overrides = get_args_parser().parse_args(arguments).overrides  # which refuses an option behind them
+    overrides = [override for override in overrides if not override.startswith("hydra.")]
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
         return compose(name, overrides)
 

@@ -182,10 +182,10 @@ def test_what_engines_say_is_in_the_table_and_in_pictures(tmp_path):
     run, plain = write(tmp_path / "a", with_engines()), write(tmp_path / "b", records())
     table = dict(report_figures.lines(figures(run)))
     assert {name: table.get(name) for name in (
-        "KV cache use, highest of a step", "preemptions a step", "drafted tokens that were accepted",
+        "KV cache use, highest of a step", "preemptions per step", "drafted tokens that were accepted",
         "engine steps that replay a graph", "MFU of the update", "MFU of old log-probs", "MFU of the rollout",
     )} == {
-        "KV cache use, highest of a step": "93%", "preemptions a step": "2",
+        "KV cache use, highest of a step": "93%", "preemptions per step": "2",
         "drafted tokens that were accepted": "40%", "engine steps that replay a graph": "95%",
         "MFU of the update": "33.0%", "MFU of old log-probs": None, "MFU of the rollout": "4.0%",
     }  # fmt: skip

@@ -234,7 +234,7 @@ def test_finished_requests_are_forgotten():
 def bringing(*texts: list[int], prompt_tokens: int) -> dict:
     """Sampling parameters of a request that brings these earlier texts."""
     brought = [(prompt_tokens, np.array(text, np.int32).tobytes()) for text in texts]
-    return with_history({}, {"sam_history": brought})
+    return with_history({}, brought)
 
 
 def noise(count: int, seed: int = 0) -> list[int]:

@@ -69,7 +69,7 @@ def test_a_run_that_died_is_no_success(tmp_path):
 
 def test_one_process_runs_a_file_and_the_other_the_next(root, tmp_path):
     """Else fixtures are made twice, and what a test leaves for the next is not there. Both note times."""
-    files = ["tests/test_switch.py", "tests/test_response_history.py"]
+    files = ["tests/test_switch.py", "tests/test_prompt_memory.py"]
     command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "-p", "no:cacheprovider", *files]
     command.append(f"--junitxml={tmp_path}/two.xml")
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

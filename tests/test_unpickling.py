@@ -96,7 +96,7 @@ def test_no_reader_runs_what_a_pickle_says(tiny, tmp_path, place, kind):
     else:
         (tmp_path / "actor").mkdir()
         (tmp_path / "actor/model_world_size_1_rank_0.pt").write_bytes(archive(content))
-        with pytest.raises(CannotWork, match="no shard of a model"):
+        with pytest.raises(CannotWork, match="not a shard of a model"):
             fsdp.FsdpShards(tmp_path / "actor")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "back").exists()
 

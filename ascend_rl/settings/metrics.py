@@ -1,6 +1,6 @@
 """The metrics of a run that code reads by name, and how terminals, tables and curves show each.
 
-verl writes them to metrics.jsonl, one record a step.
+verl writes them to metrics.jsonl, one record per step.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ SHOWN = {
     GAP_MEAN: Shown("mean rollout/trainer probability gap", brief="gap {:.0e}"),
     GAP_MAX: Shown("largest rollout/trainer probability gap", "{:.1e}"),
     SPEED: Shown("prompt and response tokens/s and die", brief="{:.0f} tok/s/die"),
-    ENTROPY: Shown("entropy (nats a token)"),
-    KL: Shown("KL, old to new policy (nats a token)"),
+    ENTROPY: Shown("entropy (nats per token)"),
+    KL: Shown("KL, old to new policy (nats per token)"),
     USAGE: Shown("KV cache use, highest of a step", "{:.0%}", "KV {:.0%}"),
-    PREEMPTED: Shown("preemptions a step", "{:.0f}", "{:.0f} preempted"),
+    PREEMPTED: Shown("preemptions per step", "{:.0f}", "{:.0f} preempted"),
     ACCEPTANCE: Shown("drafted tokens that were accepted", "{:.0%}"),
     GRAPH_SHARE: Shown("engine steps that replay a graph", "{:.0%}"),
     MFU_UPDATE: Shown("MFU of the update", "{:.1%}"),

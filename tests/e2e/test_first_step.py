@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ascend_rl.launch import first_step
+from ascend_rl.settings.metrics import GAP_MEAN, LOG_GAP
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -134,7 +135,7 @@ def test_the_limit_is_that_of_the_dtype(tmp_path, dtypes, gap, agree, strategy):
     config = {"actor_rollout_ref": {"rollout": {"dtype": dtypes[0]}, "actor": actor}}
     (tmp_path / "hydra/.hydra/config.yaml").write_text(json.dumps(config))
     said: list[str] = []
-    why = first_step.gate("", tmp_path, said.append)({first_step.PROBABILITIES: gap})
+    why = first_step.gate("", tmp_path, said.append)({GAP_MEAN: gap})
     assert (not why, len(said)) == (agree, int(agree))
 
 
@@ -155,12 +156,12 @@ def test_truncated_sampling_is_no_other_model(tmp_path, top_p, top_k, agree):
     gap = (sampled * (sampled - kept).abs()).sum(-1).mean().item()  # over the tokens that are sampled
     assert gap > 1e-3
     limit = first_step.limit_for(tmp_path / "config.yaml")
-    assert first_step.judge({first_step.PROBABILITIES: gap}, limit)[0] == agree
-    assert not first_step.judge({first_step.LOG_PROBS: 2.0}, limit)[0]  # nats: another model
+    assert first_step.judge({GAP_MEAN: gap}, limit)[0] == agree
+    assert not first_step.judge({LOG_GAP: 2.0}, limit)[0]  # nats: another model
 
 
 def test_the_limit_can_be_set_and_switched_off():
-    row = {first_step.PROBABILITIES: 0.06}
+    row = {GAP_MEAN: 0.06}
     said: list[str] = []
     assert [
         bool(first_step.gate(text, Path("/none"), said.append)(row)) for text in ("", "0.1", "0.01", "0")
@@ -174,8 +175,8 @@ def test_the_limit_can_be_set_and_switched_off():
 
 
 def test_log_probs_are_taken_where_the_trainer_computes_none_before_the_update():
-    assert first_step.judge({first_step.LOG_PROBS: 2.5}, 0.05)[0] is False
-    assert first_step.judge({first_step.LOG_PROBS: 0.08}, 0.05)[0] is True
-    assert first_step.judge({first_step.LOG_PROBS: 2.5, first_step.PROBABILITIES: 0.004}, 0.02)[0] is True
+    assert first_step.judge({LOG_GAP: 2.5}, 0.05)[0] is False
+    assert first_step.judge({LOG_GAP: 0.08}, 0.05)[0] is True
+    assert first_step.judge({LOG_GAP: 2.5, GAP_MEAN: 0.004}, 0.02)[0] is True
     agree, sentence = first_step.judge({}, 0.02)
     assert agree and "calculate_log_probs=True" in sentence

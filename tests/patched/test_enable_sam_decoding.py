@@ -118,7 +118,7 @@ def test_earlier_responses_make_drafts_and_no_difference(sam, expected):
 
     def bringing(prompt, response):
         earlier = (len(prompt), np.array(prompt + response, np.int32).tobytes())
-        return given(max_tokens=100, **with_history({}, {"sam_history": [earlier]}))
+        return given(max_tokens=100, **with_history({}, [earlier]))
 
     steps = {}
     for name, shift in {"right": 0, "of other prompts": 1}.items():
