@@ -269,7 +269,7 @@ class Run:
         return console(self.output).read_text().count(text)
 
     def failures(self) -> int:
-        """How often the run said that it, or a vLLM server, starts again."""
+        """How often the run said that it, or a vLLM server, restarts."""
         return self.said("follows and continues from the last checkpoint") + self.said(IN_PLACE)
 
     def noticed(self, failures: int) -> float:

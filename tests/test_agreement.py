@@ -118,7 +118,7 @@ def test_a_node_that_differs_is_refused_before_ray_starts(hosts, root, tmp_path)
     assert not offered[0].exists()
 
 
-def test_a_head_that_cannot_write_checkpoints_ends_at_once(hosts, tmp_path):
+def test_a_head_that_cannot_write_checkpoints_ends_immediately(hosts, tmp_path):
     (tmp_path / "file").touch()
     where = f"trainer.default_local_dir={tmp_path}/file/checkpoints"
     plain = (tmp_path / "out").exists()

@@ -158,7 +158,7 @@ WRITES = [
 
 
 @pytest.mark.parametrize("text", WRITES, ids=lambda text: text[:40])
-def test_nothing_is_written_and_the_script_goes_on(text, room):
+def test_nothing_is_written_and_the_script_continues(text, room):
     assert tried(f"set -e\n{{ {text}\n}} || true\npython3 {TRAIN}").module == "verl.trainer.main_ppo"
 
 

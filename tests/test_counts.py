@@ -11,7 +11,7 @@ import pytest
 from ascend_rl.process.counts import COUNTED, VARIABLE, count, counted
 
 
-def test_processes_that_count_at_once_lose_nothing(tmp_path, counts, root):
+def test_processes_that_count_together_lose_nothing(tmp_path, counts, root):
     program = "from ascend_rl.process.counts import count\nfor _ in range(3000): count('eplb', 12345)"
     for process in [subprocess.Popen([sys.executable, "-c", program], cwd=root) for _ in range(4)]:
         assert process.wait() == 0

@@ -230,7 +230,7 @@ def test_alignment_with_other_experts_keeps_those_in_both():
     assert align(old, new).tolist() == [[[3, 0], [1, 2]]]
 
 
-def test_an_expert_twice_on_a_rank_is_mended():
+def test_an_expert_twice_on_a_rank_is_corrected():
     current = np.array([[[0, 0], [1, 2]]])
     check(np.ones((1, 3)), balance(np.ones((1, 3)), 2, 2, current=current), 2, 2)
 

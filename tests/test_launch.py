@@ -276,7 +276,7 @@ def test_token(tmp_path):
 # MindSpeed's operators: a package in its place records what is built.
 
 
-def test_operators_are_built_at_once_and_failures_named(tmp_path, monkeypatch):
+def test_operators_are_built_together_and_failures_named(tmp_path, monkeypatch):
     package = tmp_path / "mindspeed/op_builder"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()

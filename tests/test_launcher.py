@@ -302,7 +302,7 @@ def test_a_worker_whose_ray_is_killed(hosts):
     assert worker.end()[0] == 1
 
 
-def test_a_run_is_started_again_until_the_same_step_fails_twice(hosts, tmp_path):
+def test_a_run_is_restarted_until_the_same_step_fails_twice(hosts, tmp_path):
     """First a worker loses its Ray at step 3, then training fails at step 5, and again at step 5.
 
     Each start continues with all nodes, and its log stays, as do the options that verl writes to hydra/.
@@ -327,7 +327,7 @@ def test_a_run_is_started_again_until_the_same_step_fails_twice(hosts, tmp_path)
     assert (
         "it failed after step 5 (status 7); start 3 of at most 6 follows and continues from the last" in text
     )
-    assert "not started again: it failed twice at step 5: a third time would be no different" in text
+    assert "not restarted: it failed twice at step 5: a third time would be no different" in text
     code, text = worker.end()
     assert code == 7 and text.count(f"the head {h.address(1)} is here") == 3, text
     assert (tmp_path / "starts").read_text() == 3 * "start\n"

@@ -808,7 +808,7 @@ def test_what_is_no_bash_script_is_refused(name, text, tmp_path):
     assert (found.severity, found.check) == ("error", "script.not_bash")
 
 
-def test_a_placeholder_is_said_once_and_is_given(started):
+def test_a_placeholder_is_reported_once_and_is_given(started):
     """Hydra cannot read <...>; a rule that asks for the path must not call it unset."""
     where = "actor_rollout_ref.actor.megatron.dist_checkpointing_path"
     more = ["actor_rollout_ref.actor.megatron.use_dist_checkpointing=True", f"'{where}=<path to weights>'"]

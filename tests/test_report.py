@@ -94,7 +94,7 @@ def test_metrics_are_read(run):
     )  # the mean over data sources; acc is not a reward
 
 
-def test_a_run_that_was_started_again_is_one_run(tmp_path):
+def test_a_run_that_was_restarted_is_one_run(tmp_path):
     """Killed while writing step 5, resumed after step 3 (which it validates first), and once more after 5."""
     rows, again = records(), {"val-core/tiny/reward/mean@1": 0.125}
     first, second, third = rows[:5], rows[4:6], rows[6:]

@@ -411,7 +411,7 @@ def test_a_budget_cuts_the_work_of_a_call_and_changes_nothing_else():
     assert found.tolist() == draft.tolist() and np.array_equal(cut._memory, whole._memory)
 
 
-def test_a_call_that_makes_room_goes_on_with_the_rest_of_its_budget():
+def test_a_call_that_makes_room_continues_with_the_rest_of_its_budget():
     """The text of a finished request is dropped in the middle of a call."""
     drafter = SamDrafter(3, max_bytes=24 << 20)
     rng, budget = np.random.default_rng(0), 3_000_000

@@ -210,7 +210,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("name", "value"), IMPOSSIBLE, ids=str)
-def test_options_that_cannot_work_are_refused(name, value):
+def test_incompatible_options_are_refused(name, value):
     with pytest.raises(CannotWork) as error:
         SamProposer(4, 100, {name: value})
     (reason,) = str(error.value).splitlines()[1:]

@@ -344,7 +344,7 @@ def test_a_new_pin_replaces_the_tree_unless_it_holds_work(toy: Toy) -> None:
     assert toy.head() == toy.values["commit"]
 
 
-def test_a_kill_at_any_moment_is_mended_by_the_next_run(toy: Toy) -> None:
+def test_the_next_run_recovers_from_a_kill_at_any_moment(toy: Toy) -> None:
     started = time.monotonic()
     assert toy.download("--source", "pypi").returncode == 0
     duration, expected = time.monotonic() - started, toy.head()

@@ -294,7 +294,7 @@ ROLLOUT = (
 )
 
 
-def test_the_bar_of_a_rollout_is_shown_at_once_and_stays_once_in_the_log(runner, tmp_path):
+def test_the_bar_of_a_rollout_is_shown_immediately_and_stays_once_in_the_log(runner, tmp_path):
     wait = f"until [ -e {tmp_path}/go ]; do sleep 0.1; done"
     script = (
         f"printf '{ROLLOUT.format(12, 2, 5, 0)}'; {wait}; "
@@ -334,7 +334,7 @@ def test_the_line_of_the_run_tells_of_the_rollout(runner):
     assert "rollout" not in states[-1]  # it is over
 
 
-def test_the_run_goes_on_when_nobody_reads_its_output(runner):
+def test_the_run_continues_when_nobody_reads_its_output(runner):
     process = runner.start("bash", "-c", "echo 0; for i in $(seq 20000); do echo $i; done")
     assert process.stdout.readline() == b"0\n"
     process.stdout.close()
@@ -344,7 +344,7 @@ def test_the_run_goes_on_when_nobody_reads_its_output(runner):
 
 
 @pytest.mark.parametrize("make", [pty.openpty, os.pipe], ids=["terminal", "pipe"])
-def test_the_run_goes_on_when_nobody_sees_the_line(runner, make):
+def test_the_run_continues_when_nobody_sees_the_line(runner, make):
     ours, theirs = make()
     command = ["bash", "-c", "sleep 1; echo done; exit 3"]
     process = runner.start(*command, options=["--title", "run"], stdout=theirs, stderr=theirs)

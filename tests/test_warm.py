@@ -47,7 +47,7 @@ def test_answers_come_by_number_from_processes_of_their_own(warm):
 @pytest.mark.parametrize(
     "how, message", [("raises", "LookupError: nothing there"), ("dies", "process 1 died")]
 )
-def test_what_goes_wrong_is_told_at_once_with_the_output_and_the_next_job_runs(warm, how, message):
+def test_what_goes_wrong_is_told_immediately_with_the_output_and_the_next_job_runs(warm, how, message):
     with pytest.raises(AssertionError, match=message) as error:
         warm.run(2, goes_wrong, how)
     assert "said before" in str(error.value) or how == "dies"  # a killed process has not flushed

@@ -167,7 +167,7 @@ def launch(plan: Plan) -> int:
 
 
 def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
-    """One start, from the checks to the end; returns the exit status, and whether to start again."""
+    """One start, from the checks to the end; returns the exit status, and whether to restart."""
     check_node(plan)
     preflight(plan)
     try:
@@ -287,7 +287,7 @@ def alone(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool]:
 def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool]:
     """Run with the other nodes: meet, run until any of them ends, tell the others.
 
-    The head decides whether all start again. A worker does so unless it hears that the end is final: a head
+    The head decides whether all restart. A worker does so unless it hears that the end is final: a head
     that is lost may be there again. A spare node (NODES longer than NNODES) waits until then.
     """
     me = {
@@ -404,13 +404,13 @@ class Restarts:
         self.failed_at = -1
 
     def refusal(self, ending: Ending) -> str:
-        """Why not to start again after this end; "" to start again."""
+        """Why not to restart after this end; "" to restart."""
         if not ending.code:
             return "it is done"
         if ending.meant:
             return "it was stopped"
         if self.done >= self.allowed:
-            return f"it was started again {self.done} times, as often as RESTARTS allows"
+            return f"it was restarted {self.done} times, as often as RESTARTS allows"
         if ending.step == self.failed_at:
             where = f"at step {ending.step}" if ending.step else "before its first step"
             return f"it failed twice {where}: a third time would be no different"
@@ -420,7 +420,7 @@ class Restarts:
 
 
 def decide(plan: Plan, restarts: Restarts, ending: Ending) -> bool:
-    """Whether this node, the head or a single one, starts again; said in the log of the run that ended."""
+    """Whether this node, the head or a single one, restarts; said in the log of the run that ended."""
     refusal = restarts.refusal(ending)
     why = ending.why or f"status {ending.code}"
     if not refusal:
@@ -430,7 +430,7 @@ def decide(plan: Plan, restarts: Restarts, ending: Ending) -> bool:
             f"{restarts.allowed + 1} follows and continues from the last checkpoint",
         )
     elif restarts.allowed and ending.code:
-        log(plan, f"not started again: {refusal} ({why})")
+        log(plan, f"not restarted: {refusal} ({why})")
     return not refusal
 
 

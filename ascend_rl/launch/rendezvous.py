@@ -9,7 +9,7 @@ interface, each worker connects, and the connection stays open until the end.
 - A node is refused, with the reasons, if its settings differ from the head's, it is there already, the
   cluster is full, or the head's judge finds anything else.
 - A closed connection, or `silence_s` without a sign of life (a pulled cable, a frozen machine), is an end.
-- The end carries an exit status, in both directions, and whether it is final or the node starts again.
+- The end carries an exit status, in both directions, and whether it is final or the node restarts.
 
 Messages are JSON objects, one a line. Costs two threads a connection. Standard library only; used by
 launch.py, tested in tests/test_rendezvous.py, and between hosts in tests/test_launcher.py.
@@ -52,7 +52,7 @@ class Link:
         self.socket, self.reader, self.lock = connection, connection.makefile("rb"), threading.Lock()
         self.go: dict | None = None  # what the head said when all nodes were there
         self.ended: tuple[int, str] | None = None  # the other side's exit status, and why
-        self.final = True  # of an end: whether the other side will not start again
+        self.final = True  # of an end: whether the other side will not restart
         self.lost = ""  # why the other side cannot be heard any more
 
     def send(self, **message) -> None:

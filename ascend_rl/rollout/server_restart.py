@@ -15,7 +15,7 @@ A death within a weight sync ends the run, as the trainer's ranks wait for each 
 does the death of the last server in a rollout, and a server that does not start in two tries. The launcher's
 watch over processes leaves vLLM's to this module (`process.progress.answer_for`).
 
-A server that starts again has the id, so the place in data_rebalance, of the one before. Responses that were
+A server that restarts has the id, so the place in data_rebalance, of the one before. Responses that were
 under way are sampled again from where they last moved; a greedy run has the same result as an undisturbed one
 (tests/e2e/test_resume.py). Cost: one small Ray call per server and CHECK_S.
 """
@@ -47,7 +47,7 @@ METRIC = "rollout/servers_restarted"
 
 
 def on(rollout_config: Any) -> bool:
-    """Whether the servers of verl's rollout configuration are to be started again: vLLM's only.
+    """Whether the servers of verl's rollout configuration are to be restarted: vLLM's only.
 
     Raises:
         CannotWork: the variable is none of 1, true, 0, false.
@@ -144,7 +144,7 @@ def attach(manager: Any, checkpoints: Any) -> None:
 
 
 class Restarts:
-    """The servers of an AgentLoopManager that are alive, and those that wait to be started again.
+    """The servers of an AgentLoopManager that are alive, and those that wait to be restarted.
 
     Args:
         manager: verl's AgentLoopManager.

@@ -49,7 +49,7 @@ fi
 export CLUSTER_TOKEN_FILE
 
 read -ra more <<<"${SRUN_ARGS:-}"
-# The launchers end each other, and the head starts again without a node that is lost (RESTARTS): srun must not end all when
+# The launchers end each other, and the head restarts without a node that is lost (RESTARTS): srun must not end all when
 # one ends. As it starts all at the same time, a node that is not there soon will not come.
 export NODES_DEADLINE_S="${NODES_DEADLINE_S:-300}"
 # shellcheck disable=SC2016

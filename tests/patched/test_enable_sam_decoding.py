@@ -143,7 +143,7 @@ def test_stop_within_a_draft(sam, expected):
         assert sam.tokens(prompts(1), given(max_tokens=length)) == [expected[0][:length]]
 
 
-def test_parameters_that_need_one_token_a_step(plain, sam, expected):
+def test_parameters_that_need_one_token_per_step(plain, sam, expected):
     """min_tokens, penalties, logit_bias, bad words, allowed tokens: as without speculation."""
     special = [
         {"min_tokens": 30, "stop_token_ids": [expected[0][3]]},

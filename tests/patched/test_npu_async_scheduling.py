@@ -125,7 +125,7 @@ def test_greedy_tokens_are_those_of_steps_one_by_one(npu_ground, model, graphs):
     assert not graphs or min(plain["replays"], ahead["replays"]) > 0.8 * FEWEST_STEPS
 
 
-def test_preempted_requests_go_on_where_they_were(npu_ground, model):
+def test_preempted_requests_continue_where_they_were(npu_ground, model):
     lengths, options = [150] * 4, {"num_gpu_blocks_override": 6}  # of 128 tokens, one unused: 4 would need 8
     runs = [npu_ground.run(decode, model, on, {"temperature": 0}, lengths, **options) for on in (False, True)]
     assert_same(*runs)

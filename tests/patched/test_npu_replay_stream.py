@@ -39,7 +39,7 @@ def replay_beside_a_copy(own_stream: bool) -> int:
     return torch.npu.graphs.counts()["replays"]
 
 
-def test_copies_of_other_streams_go_on(npu_ground):
+def test_copies_of_other_streams_continue(npu_ground):
     assert npu_ground.run(replay_beside_a_copy, False) == 1
 
 

@@ -133,7 +133,7 @@ def test_a_server_that_does_not_start_is_started_once_more(monkeypatch, capfd, f
 
 
 def test_a_training_worker_looks_its_server_up_each_time(monkeypatch):
-    """It may have been started again."""
+    """It may have been restarted."""
     import ray
 
     async def answer(name, *_, **__):
@@ -188,7 +188,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("victim", "number"), FAULTS)
-def test_a_rollout_goes_on_and_the_server_starts_again(
+def test_a_rollout_continues_and_the_server_restarts(
     trainer, undisturbed, victim, number, capfd, monkeypatch
 ):
     import ray

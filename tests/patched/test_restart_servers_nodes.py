@@ -90,7 +90,7 @@ def processes(trainer, replica: int) -> list[list[psutil.Process]]:
     return [[fork_for(pid) for pid, _ in node] for node in found]
 
 
-def test_a_server_starts_again_on_both_nodes(trainer, capfd):
+def test_a_server_restarts_on_both_nodes(trainer, capfd):
     """vLLM's head does not watch engines of other nodes: the far node's server ends with its engine."""
     import ray
     from live_servers import strike

@@ -279,7 +279,7 @@ def test_the_requests_of_a_killed_server_end_on_the_other(manager, unmoved, engi
     assert same(moved(manager, SKEWED[:4]), rollout(manager, SKEWED[:4])) < 2e-5  # the next rollout works
 
 
-def test_without_any_server_the_rollout_fails_at_once(manager, unmoved, engines):
+def test_without_any_server_the_rollout_fails_immediately(manager, unmoved, engines):
     """Here the server's own process dies: Ray's error, not vLLM's."""
     import ray
 
