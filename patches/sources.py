@@ -242,7 +242,7 @@ def copy_tree(tree: Path, copy: Path) -> None:
 
 
 def put_in_place(tree: Path, new: Path) -> None:
-    """Replace a tree, or add it; `Project.exclusive` mends what a kill between the renames leaves."""
+    """Replace a tree, or add it; `Project.exclusive` repairs what a kill between the renames leaves."""
     old = beside(tree, "old")
     if tree.exists():
         tree.rename(old)
