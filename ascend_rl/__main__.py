@@ -8,7 +8,7 @@ COMMANDS = {
     "lint": ("lint.lint", "find mistakes in a training script and its environment"),
     "plan": ("estimate.memory_plan", "say whether a model fits in memory, and how"),
     "step-time": ("recipe.step_time", "estimate the time of a step, and what a switch would save"),
-    "rehearsal": ("recipe.rehearsal", "run a cluster recipe on a laptop, with small sizes"),
+    "rehearsal": ("recipe.rehearsal", "report a rehearsal (SMOKE=1): what was replaced, what ran how often"),
     "data": ("recipe.data", "download and convert a data set"),
     "tiny": ("recipe.tiny", "make the tiny Qwen3, its tokenizer and its task"),
     "report": ("recipe.report", "show what a run did, in numbers, pictures and one page"),
