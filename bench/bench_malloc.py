@@ -28,6 +28,7 @@ import time
 from glob import glob
 from pathlib import Path
 
+import psutil
 from bars import ROOT, finish, parser_of
 
 from ascend_rl.launch.supervise import descendants
@@ -56,18 +57,25 @@ def allocators() -> dict[str, dict[str, str]]:
     }
 
 
+def environment_of(pid: int) -> list[bytes]:
+    """What a process was started with; of a fork that has a title in its place, what it was forked with."""
+    found = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    if any(variable.startswith(b"PATH=") for variable in found):
+        return found
+    return environment_of(psutil.Process(pid).ppid())
+
+
 def has(pid: int, variables: dict[str, str]) -> bool | None:
     """Whether a process runs under these variables; None if it has no torch."""
     try:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
+        maps, environment = Path(f"/proc/{pid}/maps").read_text(), environment_of(pid)
+    except (OSError, psutil.NoSuchProcess):
         return None
     if "libtorch_cpu" not in maps:
         return None
     library = os.path.realpath(variables.get("LD_PRELOAD", "/"))
     return library in maps and all(
-        f"{name}={value}".encode() in environ for name, value in variables.items() if name != "LD_PRELOAD"
+        f"{name}={value}".encode() in environment for name, value in variables.items() if name != "LD_PRELOAD"
     )
 
 
