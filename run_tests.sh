@@ -7,7 +7,7 @@
 #           bash run_tests.sh tests/test_gspo.py -x            # pytest with these arguments and no others
 # Writes:   .venv/, frameworks/, data/
 # Hardware: 2 cores, 12 GiB (--all: 20), 12 GB of disk, Linux with Python 3.11; no accelerator
-# Duration: about 15 minutes; with --all about 50
+# Duration: about 15 minutes; with --all about 45
 #
 #   --all        also runs the tests marked long, and proves that each patch is needed. Without it,
 #                only proofs affected by changes are repeated, if data/proofs has earlier ones
