@@ -192,3 +192,30 @@ def test_a_user_at_a_terminal_sees_it_move(tmp_path):
     assert longest == sorted(longest) and longest[-1] == 30 and len(set(longest)) >= 3
     speed, running, _, done = states[-1]
     assert running == "0" and done[0] == "2" and 0 < int(speed) <= 12  # 35 tokens in 3 s or more
+
+
+def test_the_last_line_is_drawn_after_the_end(monkeypatch):
+    """A rollout may end while a question is under way, whose answer then is not the last."""
+    from ray.experimental import tqdm_ray
+
+    drawn: list[str] = []
+
+    class Bar:
+        def __init__(self, **_):
+            self.set_description, self.close = drawn.append, lambda: None
+
+    monkeypatch.setattr(tqdm_ray, "tqdm", Bar)
+    monkeypatch.setattr(rollout_progress, "PERIOD_S", 0.01)
+
+    async def rollout():
+        over = asyncio.Event()
+
+        async def ask():
+            longest = 30 if over.is_set() else 29
+            over.set()
+            return [{"done": 1, "running": 0, "waiting": 0, "tokens": longest, "longest": longest}]
+
+        await rollout_progress._draw(ask, 1, "rollout 1", over)
+
+    asyncio.run(rollout())
+    assert [line.rpartition(" ")[2] for line in drawn] == ["29", "30"]

@@ -118,15 +118,16 @@ async def _draw(ask: Callable[[], Awaitable], requests: int, title: str, over: a
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(over.wait(), PERIOD_S)
+            ended = over.is_set()  # before the question: its answer may be older than the end
             counts, now = total(await ask()), time.monotonic()
-            if over.is_set():  # at the end the mean of the whole rollout
+            if ended:  # the mean of the whole rollout
                 before, before_s = 0, began
             # A conversation of several turns has more requests than the batch has prompts.
             bar.total = max(requests, counts["done"] + counts["running"] + counts["waiting"])
             bar.n = counts["done"]
             bar.set_description(describe(title, counts, (counts["tokens"] - before) / (now - before_s)))
             before, before_s = counts["tokens"], now
-            if over.is_set():
+            if ended:
                 return
     finally:
         bar.close()
