@@ -175,13 +175,14 @@ class RolloutManager(agent_loop.AgentLoopManager):
         async with contextlib.AsyncExitStack() as around:
             if self.restarts:
                 around.enter_context(self.restarts.watching())
-            sent, placement, timing = self._send(prompts)
+            keys = keys_of(prompts.non_tensor_batch["raw_prompt"]) if self.memory else []
+            sent, placement, timing = self._send(prompts, keys)
             await around.enter_async_context(rollout_progress.shown(self, prompts))
             if moves:
                 servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
                 mover = await around.enter_async_context(request_mover.RequestMover(servers, moves))
             output = await super().generate_sequences(sent)
-        output = self._learn(prompts, output, placement)
+        output = self._learn(output, keys, placement)
         if moves:
             timing |= mover.metrics()
         if self.restarts and self.restarts.started:
@@ -189,12 +190,15 @@ class RolloutManager(agent_loop.AgentLoopManager):
         output.meta_info["timing"] |= timing | await engine_stats.of_rollout(self)
         return output
 
-    def _send(self, prompts: DataProto) -> tuple[DataProto, Placement | None, dict[str, float]]:
+    def _send(
+        self, prompts: DataProto, keys: list[str]
+    ) -> tuple[DataProto, Placement | None, dict[str, float]]:
         """The batch as it goes out, how its samples are placed, and metrics of what was known of them."""
         if self.memory is None:
             return prompts, None, {}
-        keys, timing, placement, sent = keys_of(prompts.non_tensor_batch["raw_prompt"]), {}, None, prompts
+        timing: dict[str, float] = {}
         columns: dict[str, np.ndarray] = {}
+        placement = None
         if self.memory.keep:
             limit = sam_history.SENT_BYTES / len(keys)
             texts = {key: fitting(self.memory.texts.get(key, []), limit) for key in keys}
@@ -211,12 +215,10 @@ class RolloutManager(agent_loop.AgentLoopManager):
             count("data_rebalance", int((placement.rank != neighbours).sum()))
             count("known_lengths", int(known.sum()))
             timing["data_rebalance/known_share"] = float(known.mean())
-        order = np.arange(len(keys)) if placement is None else placement.order
-        sent = prompts.select_idxs(order)
-        sent.non_tensor_batch |= {key: column[order] for key, column in columns.items()}
-        return sent, placement, timing
+        sent = DataProto(prompts.batch, prompts.non_tensor_batch | columns, prompts.meta_info)
+        return sent if placement is None else sent.select_idxs(placement.order), placement, timing
 
-    def _learn(self, prompts: DataProto, output: DataProto, placement: Placement | None) -> DataProto:
+    def _learn(self, output: DataProto, keys: list[str], placement: Placement | None) -> DataProto:
         """The output in the order of the prompts; remember its responses."""
         if self.memory is None:
             return output
@@ -224,7 +226,7 @@ class RolloutManager(agent_loop.AgentLoopManager):
             output = output.select_idxs(placement.inverse)
         for key in (SERVER, sam_history.KEY):
             output.non_tensor_batch.pop(key, None)
-        self.memory.learn(keys_of(prompts.non_tensor_batch["raw_prompt"]), output.batch)
+        self.memory.learn(keys, output.batch)
         return output
 
 

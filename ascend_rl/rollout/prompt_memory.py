@@ -51,17 +51,18 @@ class PromptMemory:
         mask = np.asarray(batch["attention_mask"]) != 0
         prompt_width = mask.shape[1] - batch["responses"].shape[1]
         lengths: dict[str, list[float]] = {}
+        for prompt, tokens in zip(prompts, mask[:, prompt_width:].sum(1).tolist(), strict=True):
+            lengths.setdefault(prompt, []).append(float(tokens))
+        self.lengths |= lengths
+        if not self.keep:
+            return
         texts: dict[str, list[Text]] = {}
-        tokens = np.asarray(batch["input_ids"]) if self.keep else mask
-        for prompt, row, real in zip(prompts, tokens, mask, strict=True):
-            lengths.setdefault(prompt, []).append(float(real[prompt_width:].sum()))
+        for prompt, row, real in zip(prompts, np.asarray(batch["input_ids"]), mask, strict=True):
             known = texts.setdefault(prompt, [])
             if len(known) < self.keep:
                 text = int(real[:prompt_width].sum()), row[real].astype(np.int32).tobytes()
                 known += [text] * (text not in known)
-        self.lengths |= lengths
-        if self.keep:
-            self._keep(texts)
+        self._keep(texts)
 
     def _keep(self, texts: Mapping[str, list[Text]]) -> None:
         for prompt, known in texts.items():
