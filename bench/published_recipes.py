@@ -31,8 +31,8 @@ SHORT = ("rollout.", "actor.")  # below actor_rollout_ref
 def setup(name: str) -> Setup:
     """The recipe ``train_<name>.sh`` with its environment script, nothing started."""
     bare = {"PATH": os.environ["PATH"]}  # no switches of the caller
-    kind = "qwen3_235b" if "_235b_" in name else "qwen3_32b"
-    run = dry_run.dry_run(INTERNAL / f"train_{name}.sh", INTERNAL / f"{kind}_env.sh", environ=bare)
+    script = INTERNAL / f"train_{name}.sh"
+    run = dry_run.dry_run(script, dry_run.environment_script(script), environ=bare)
     return Setup(run, verl_config.resolve(run.module, run.args), {})
 
 

@@ -26,7 +26,7 @@ from mindspeed_tree import needs_mindspeed
 from ascend_rl.lint import lint as linter
 from ascend_rl.lint import options as lint_options
 from ascend_rl.lint import pinned
-from ascend_rl.lint.dry_run import dry_run
+from ascend_rl.lint.dry_run import dry_run, environment_script
 from ascend_rl.lint.findings import Finding
 from ascend_rl.lint.memory import captured_sizes
 from ascend_rl.lint.rollout import piecewise_limit
@@ -644,8 +644,7 @@ def test_the_command_says_what_the_rules_check(capsys):
 )
 def test_our_recipes_are_clean(script, monkeypatch):
     monkeypatch.setenv("NPUS_PER_NODE", "2")
-    env = ROOT / "internal" / ("cpu_megatron_env.sh" if "_moe_" in script.name else "cpu_env.sh")
-    assert checks(linter.lint(script, env)) == set()
+    assert checks(linter.lint(script, environment_script(script))) == set()
 
 
 def test_a_script_that_ends_early_says_why(tmp_path):

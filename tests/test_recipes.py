@@ -20,6 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
+from ascend_rl.lint.dry_run import environment_script
 from ascend_rl.lint.lint import lint
 from ascend_rl.lint.tuning import table
 from verl.utils.config import omega_conf_to_dataclass
@@ -185,9 +186,7 @@ def model_of(name: str) -> tuple[int, int, int, int]:
 
 def environment_of(name: str) -> str:
     """The environment script of a recipe, "qwen3_235b" of qwen3_235b_env.sh."""
-    return next(
-        kind for kind in ("qwen3_235b", "qwen3_32b", "qwen3_30b_a3b", "qwen2_5_3b") if f"_{kind}_" in name
-    )
+    return environment_script(INTERNAL / f"train_{name}.sh").name.removesuffix("_env.sh")
 
 
 def test_no_block_of_settings_stands_in_two_scripts():

@@ -19,6 +19,7 @@ from published_recipes import setup
 from ascend_rl.estimate import rollout_time, training_time
 from ascend_rl.estimate.layouts import Training
 from ascend_rl.estimate.rollout_time import Decoder, Engines
+from ascend_rl.lint.dry_run import environment_script
 from ascend_rl.recipe import step_time
 from ascend_rl.settings.model import Model
 from ascend_rl.settings.switch import CannotWork
@@ -181,8 +182,8 @@ def test_what_is_not_modelled_is_refused(capsys):
 
 
 def scripts(recipe: str) -> tuple[Path, Path]:
-    kind = next(kind for kind in ("qwen3_235b", "qwen3_32b", "qwen3_30b_a3b") if f"_{kind}_" in recipe)
-    return ROOT / f"internal/train_{recipe}.sh", ROOT / f"internal/{kind}_env.sh"
+    script = ROOT / f"internal/train_{recipe}.sh"
+    return script, environment_script(script)
 
 
 def recommended(recipe: str, *overrides: str) -> set[str]:

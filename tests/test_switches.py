@@ -17,7 +17,7 @@ import pytest
 
 from ascend_rl.launch import launch_plan
 from ascend_rl.lint import lint, switch_table, switches, tuning  # noqa: F401  (lint fills RULES)
-from ascend_rl.lint.dry_run import Run, dry_run
+from ascend_rl.lint.dry_run import Run, dry_run, environment_script
 from ascend_rl.lint.setup import RULES, Setup
 from ascend_rl.lint.verl_config import Resolved, resolve
 from ascend_rl.recipe import step_time
@@ -80,7 +80,7 @@ def started(recipe: Path, **variables: str) -> Run:
     bare = {"PATH": os.environ["PATH"], "HOME": "/root", "NPUS_PER_NODE": "2"}
     if not recipe.stem.endswith("_cpu"):
         del bare["NPUS_PER_NODE"]
-    return dry_run(recipe, switch_table.environment(recipe), environ=bare | variables)
+    return dry_run(recipe, environment_script(recipe), environ=bare | variables)
 
 
 def said(run: Run, resolved: Resolved) -> str:

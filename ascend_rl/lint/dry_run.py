@@ -240,6 +240,13 @@ def dry_run(
         return Run(errors=str(error), confined=False)
 
 
+def environment_script(recipe: Path) -> Path:
+    """The environment script that a recipe of internal/ is made for."""
+    kinds = {"_moe_tiny_": "cpu_megatron", "_tiny_": "cpu", "_235b_": "qwen3_235b", "_32b_": "qwen3_32b"}
+    kinds |= {"_30b_": "qwen3_30b_a3b", "_3b_": "qwen2_5_3b"}
+    return recipe.with_name(next(f"{kind}_env.sh" for part, kind in kinds.items() if part in recipe.stem))
+
+
 def _of_scheduler(name: str, script: Path) -> str:
     """What a scheduler would set a variable to; empty if it is none of its variables.
 

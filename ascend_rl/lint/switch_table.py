@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import ascend_rl.lint.lint  # noqa: F401  (it fills RULES)
-from ascend_rl.lint.dry_run import Run, dry_run
+from ascend_rl.lint.dry_run import Run, dry_run, environment_script
 from ascend_rl.lint.setup import RULES, Setup
 from ascend_rl.lint.switches import WORKS_WITH
 from ascend_rl.lint.verl_config import Resolved, resolve
@@ -34,21 +34,13 @@ def fate(run: Run, resolved: Resolved, switch: Switch) -> str:
     return next(filter(None, (WORKS_WITH[word](s, switch.on) for word in words)), "taken")
 
 
-def environment(recipe: Path) -> Path:
-    """The environment script that a recipe of internal/ is made for."""
-    kinds = {"_moe_tiny_": "cpu_megatron", "_tiny_": "cpu", "_235b_": "qwen3_235b", "_32b_": "qwen3_32b"}
-    kinds |= {"_30b_": "qwen3_30b_a3b", "_3b_": "qwen2_5_3b"}
-    return recipe.parent / next(f"{kind}_env.sh" for part, kind in kinds.items() if part in recipe.stem)
-
-
 def matrix() -> dict[str, dict[str, str]]:
     """{variable: {recipe: its fate}}: each recipe started once, dry."""
-
     internal = Path(__file__).resolve().parents[2] / "internal"
     found: dict[str, dict[str, str]] = {switch.variable: {} for switch in table() if switch.variable}
     for recipe in sorted(internal.glob("train_*.sh")):
         env = {"PATH": os.environ["PATH"]} | ({"NPUS_PER_NODE": "2"} if "_tiny_" in recipe.stem else {})
-        run = dry_run(recipe, environment(recipe), environ=env)
+        run = dry_run(recipe, environment_script(recipe), environ=env)
         resolved = resolve(run.module, run.args)
         for switch in table():
             if switch.variable:

@@ -5,8 +5,7 @@ Megatron, speculation or an NPU that the run does not have. A predicate says why
 works. What frameworks refuse has rules of its own (rollout.options, rollout.eplb, train.hdp and others).
 
 Invariant (tests/test_switches.py): every switch that patches, environment scripts, recipes and pages document
-is in the table, or has such a rule, or belongs to the launcher. Cost: a lookup each; a dry run per recipe.
-
+is in the table, or has such a rule, or belongs to the launcher. Cost: a lookup each.
 """
 
 from __future__ import annotations
