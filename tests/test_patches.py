@@ -37,7 +37,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Project:
         tree = root / "frameworks" / name
         skip = shutil.ignore_patterns(*(pattern.removesuffix("/") for pattern in UNTRACKED))
         shutil.copytree(project.tree(name), tree, symlinks=True, ignore=skip)
-        for state in ("ascend-rl-applied", "ascend-rl-journal", "index.lock"):
+        for state in ("ascend-rl-applied", "index.lock"):
             (tree / ".git" / state).unlink(missing_ok=True)
         git(tree, "checkout", "-q", "-f", "-B", "ascend-rl", BASE_TAG)
     return Project.load(root)

@@ -89,7 +89,7 @@ def prepare() -> None:
     from vllm_ascend.worker import worker  # noqa: F401
 
     faulthandler.enable()
-    gc.unfreeze = lambda: None  # an engine collects garbage many times while it starts: imports are none
+    gc.unfreeze = lambda: None  # an engine collects garbage often while it starts; imports stay frozen
 
 
 def compiled_for(series: str) -> None:
