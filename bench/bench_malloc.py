@@ -32,6 +32,7 @@ import psutil
 from bars import ROOT, finish, parser_of
 
 from ascend_rl.launch.supervise import descendants
+from ascend_rl.preflight.node_facts import environment_of
 
 # What says that a process did end so; Ray also guesses at "SIGSEGV or SIGBUS" when it knows nothing.
 SIGNS = re.compile(
@@ -57,25 +58,23 @@ def allocators() -> dict[str, dict[str, str]]:
     }
 
 
-def environment_of(pid: int) -> list[bytes]:
-    """What a process was started with; of a fork that has a title in its place, what it was forked with."""
-    found = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    if any(variable.startswith(b"PATH=") for variable in found):
-        return found
-    return environment_of(psutil.Process(pid).ppid())
+def started_with(pid: int) -> dict[str, str]:
+    """The environment of a process; of a fork that has a title in its place, what it was forked with."""
+    found = environment_of(pid)
+    return found if "PATH" in found else started_with(psutil.Process(pid).ppid())
 
 
 def has(pid: int, variables: dict[str, str]) -> bool | None:
     """Whether a process runs under these variables; None if it has no torch."""
     try:
-        maps, environment = Path(f"/proc/{pid}/maps").read_text(), environment_of(pid)
+        maps, environment = Path(f"/proc/{pid}/maps").read_text(), started_with(pid)
     except (OSError, psutil.NoSuchProcess):
         return None
     if "libtorch_cpu" not in maps:
         return None
     library = os.path.realpath(variables.get("LD_PRELOAD", "/"))
     return library in maps and all(
-        f"{name}={value}".encode() in environment for name, value in variables.items() if name != "LD_PRELOAD"
+        environment.get(name) == value for name, value in variables.items() if name != "LD_PRELOAD"
     )
 
 
