@@ -5,12 +5,13 @@
 # Example:  bash build_project.sh --target cpu
 #           bash build_project.sh --target npu --soc ascend910_9391     # on a build server without NPUs
 # Writes:   .venv/ or a .pth file in the image's Python; frameworks/
-# Hardware: cpu: any Linux with Python 3.11; npu: the Ascend image.
+# Hardware: cpu: any Linux with Python 3.11 (STACK=cann9.1: 3.12); npu: the Ascend image.
 # Duration: cpu: 1-3 minutes the first time (about 3 GB of packages, all compiled), seconds when nothing changed.
 #           npu: as long as vllm-ascend takes to compile (not measured), seconds when nothing changed.
 #
 #   cpu  creates .venv from requirements-cpu.txt. Variables:
-#          PYTHON           the Python 3.11 to build it with (default: python3)
+#          PYTHON           the Python 3.11 to build it with (default: python3; STACK=cann9.1: python3.12, which uv
+#                           downloads where there is none)
 #          TORCH_INDEX_URL  take torch from this package index instead, e.g. one with CPU-only wheels (5 GB less)
 #          PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_TRUSTED_HOST  as for pip; the index may also be in pip's configuration
 #   npu  uses the Python of the image (PYTHON, default: python3) and adds only a .pth file and metadata to it. Compiles
@@ -34,19 +35,19 @@ done
 case "$TARGET" in cpu | npu) ;; *) die "say what to build for: --target cpu or --target npu" ;; esac
 
 cd "$ROOT"
-PYTHON="${PYTHON:-python3}"
+system="${PYTHON:-python3}"
 
 # Debian packages, if we are allowed to install them.
 missing=()
 command -v git >/dev/null 2>&1 || missing+=(git)
 if [ "$TARGET" = cpu ]; then
-    command -v "$PYTHON" >/dev/null 2>&1 || missing+=(python3)
-    "$PYTHON" -c 'import ensurepip, venv' >/dev/null 2>&1 || missing+=(python3-venv)
+    command -v "$system" >/dev/null 2>&1 || missing+=(python3)
+    "$system" -c 'import ensurepip, venv' >/dev/null 2>&1 || missing+=(python3-venv)
     # Only for tests: test_launcher.py, which also needs root, and the software NPU.
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
         command -v ip >/dev/null 2>&1 || missing+=(iproute2)
         command -v g++ >/dev/null 2>&1 || missing+=(g++)
-        "$PYTHON" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' >/dev/null 2>&1 ||
+        "$system" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' >/dev/null 2>&1 ||
             missing+=(python3-dev)
     fi
 fi
@@ -58,32 +59,35 @@ if [ ${#missing[@]} -gt 0 ]; then
         die "missing: ${missing[*]}; install them first, e.g.: sudo apt-get install ${missing[*]}"
     fi
 fi
-wanted="$("$PYTHON" patches/sources.py get "$TARGET" python 2>/dev/null || echo 3.11)"
+table="$([ "$TARGET" = cpu ] && echo cpu || echo ascend)"
+wanted="$("$system" patches/sources.py get "$table" python 2>/dev/null || echo 3.11)"
+PYTHON="${PYTHON:-$(python_of "$wanted")}"
 "$PYTHON" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$wanted')" ||
     die "$PYTHON is $("$PYTHON" -V 2>&1), but the pinned wheels are for Python $wanted; set PYTHON=/path/to/python$wanted"
 
 if [ "$TARGET" = cpu ]; then
-    VENV_PYTHON="$ROOT/.venv/bin/python"
-    stamp="$(sha256sum requirements-cpu.txt | cut -d' ' -f1) ${TORCH_INDEX_URL:-}"
-    if [ ! -x "$VENV_PYTHON" ] || [ "$(cat .venv/.requirements 2>/dev/null)" != "$stamp" ]; then
-        log "building .venv (about 3 GB to download the first time)"
-        "$VENV_PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv --clear .venv
-        "$VENV_PYTHON" -m pip install -q "$(grep '^uv==' requirements-cpu.txt)"
+    VENV_PYTHON="$VENV/bin/python" requirements="$STACK_DIR/requirements-cpu.txt"
+    stamp="$(sha256sum "$requirements" | cut -d' ' -f1) ${TORCH_INDEX_URL:-}"
+    if [ ! -x "$VENV_PYTHON" ] || [ "$(cat "$VENV/.requirements" 2>/dev/null)" != "$stamp" ]; then
+        log "building $(basename "$VENV") (about 3 GB to download the first time)"
+        "$VENV_PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv --clear "$VENV"
+        "$VENV_PYTHON" -m pip install -q "$(grep '^uv==' "$requirements")"
         index_of_pip "$VENV_PYTHON"
-        requirements="requirements-cpu.txt"
         if [ -n "${TORCH_INDEX_URL:-}" ]; then
-            mapfile -t torch < <(grep -E '^torch(vision)?==' requirements-cpu.txt)
-            .venv/bin/uv pip install --python "$VENV_PYTHON" --index-url "$TORCH_INDEX_URL" "${torch[@]}"
-            requirements=.venv/requirements-without-torch.txt
-            grep -vE '^(torch|torchvision|triton|nvidia-[a-z0-9-]+)==' requirements-cpu.txt >"$requirements"
+            mapfile -t torch < <(grep -E '^torch(vision)?==' "$requirements")
+            "$VENV/bin/uv" pip install --python "$VENV_PYTHON" --index-url "$TORCH_INDEX_URL" "${torch[@]}"
+            grep -vE '^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z]+)==' "$requirements" >"$VENV/without-torch.txt"
+            requirements="$VENV/without-torch.txt"
         fi
-        .venv/bin/uv pip install --python "$VENV_PYTHON" -r "$requirements"
+        "$VENV/bin/uv" pip install --python "$VENV_PYTHON" -r "$requirements"
+        # TransferQueue's wheel installs its tests as a top-level package, in front of those of any repository.
+        [ "$STACK" = cann8.5 ] || rm -rf "$VENV"/lib/python*/site-packages/tests
         # uv installs sources only. Tests, and the large parts of packages that no run imports, are a third of the work.
-        log "compiling the modules in .venv"
+        log "compiling the modules in $(basename "$VENV")"
         models='auto|bloom|deepseek|encoder_decoder|gemma3|llama|mistral|mixtral|qwen|siglip|whisper'
         unused="ray/(data|llm|rllib|train|tune)|openai/resources|sympy/physics|transformers/models/(?!$models)[^/]+"
-        "$VENV_PYTHON" -m compileall -qq -j 0 --invalidation-mode timestamp -x "/(tests?|$unused)/" .venv/lib || true
-        echo "$stamp" >.venv/.requirements
+        "$VENV_PYTHON" -m compileall -qq -j 0 --invalidation-mode timestamp -x "/(tests?|$unused)/" "$VENV/lib" || true
+        echo "$stamp" >"$VENV/.requirements"
     fi
     PYTHON="$VENV_PYTHON"
 fi

@@ -34,7 +34,7 @@ use_python
 log "the tiny Qwen3"
 # Most tests together need the software NPU; if it cannot be compiled, they say why.
 [ $# -gt 0 ] || python -m software_npu.build >/dev/null &
-python -m ascend_rl.tiny --out data/tiny
+python -m ascend_rl.tiny --out "$DATA/tiny"
 wait
 
 results=data/test-results

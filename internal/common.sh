@@ -10,6 +10,16 @@ die() {
     exit 1
 }
 
+# A stack is what is pinned together (docs/stacks.md): frameworks.lock, requirements, patches/ and frameworks/. Those of the
+# default one are at the root, those of another in stacks/NAME.
+STACK="${STACK:-cann8.5}"
+if [ "$STACK" = cann8.5 ]; then
+    STACK_DIR="$ROOT" VENV="$ROOT/.venv" DATA="$ROOT/data"
+else
+    STACK_DIR="$ROOT/stacks/$STACK" VENV="$ROOT/.venv-$STACK" DATA="$ROOT/data/$STACK"
+    [ -f "$STACK_DIR/frameworks.lock" ] || die "STACK=$STACK: there is no such stack, only cann8.5 and $(ls "$ROOT/stacks")"
+fi
+
 log() {
     echo "[$(date +%H:%M:%S)] $*" >&2
 }
@@ -36,6 +46,20 @@ importable() {
         2>/dev/null # of a Ctrl-C, or a parent package that cannot be imported
 }
 
+# python_of VERSION: the command of a Python of this version (3.12): python3, python3.12, or one that uv manages or downloads.
+python_of() {
+    local python uv="$ROOT/data/uv"
+    for python in python3 "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python3; do
+        if "$python" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null; then
+            echo "$python"
+            return
+        fi
+    done
+    [ -x "$uv/bin/uv" ] || python3 -m pip install -q --target "$uv" uv >&2 || return 0
+    "$uv/bin/uv" python find --managed-python "$1" 2>/dev/null ||
+        { "$uv/bin/uv" python install -q "$1" >&2 && "$uv/bin/uv" python find --managed-python "$1"; } || echo "python$1"
+}
+
 # index_of_pip PYTHON: let uv, which reads no setting of pip's, take packages from where this Python's pip takes them.
 index_of_pip() {
     local index
@@ -50,11 +74,11 @@ index_of_pip() {
 # The environment that build_project.sh created, or the Python of the Ascend image.
 use_python() {
     local advice="run: bash build_project.sh --target cpu (or npu, in the Ascend image)"
-    if [ -x "$ROOT/.venv/bin/python" ]; then
-        export PATH="$ROOT/.venv/bin:$PATH"
-    elif [ -L "$ROOT/.venv/bin/python" ]; then
-        advice="the Python of $ROOT/.venv, in $(sed -n 's/^home = //p' "$ROOT/.venv/pyvenv.cfg"), is gone or closed to user \
-$(id -u): build .venv from one that all may run, or build a checkout of your own"
+    if [ -x "$VENV/bin/python" ]; then
+        export PATH="$VENV/bin:$PATH"
+    elif [ -L "$VENV/bin/python" ]; then
+        advice="the Python of $VENV, in $(sed -n 's/^home = //p' "$VENV/pyvenv.cfg"), is gone or closed to user \
+$(id -u): build $(basename "$VENV") from one that all may run, or build a checkout of your own"
     fi
     need python "$advice"
     importable ascend_rl verl || die "the patched frameworks cannot be imported; $advice"

@@ -42,6 +42,11 @@ recipe() {
         "${ARGS[@]}" "${differs[@]}"
     )
     switches
+    if [ -f "$STACK_DIR/recipe.sh" ]; then
+        # shellcheck source=../stacks/cann9.1/recipe.sh
+        . "$STACK_DIR/recipe.sh"
+        stack
+    fi
     settle
     smoke
     train verl.trainer.main_ppo "${ARGS[@]}" "${@:3}"
@@ -50,7 +55,7 @@ recipe() {
 # roll CONFIGURATION OVERRIDES...: run a recipe of ROLL, with a file of internal/roll/conf.
 roll() {
     . "$ROOT/internal/roll/roll_env.sh"
-    [ ! -x "$ROOT/.venv/bin/python" ] || export PATH="$ROOT/.venv/bin:$PATH"
+    [ ! -x "$VENV/bin/python" ] || export PATH="$VENV/bin:$PATH"
     export OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/$1}" ROLL_DATA="${ROLL_DATA:-$ROOT/frameworks/roll/data}"
     export ROLL_LOG_DIR="${ROLL_LOG_DIR:-$OUTPUT_DIR/logs}" # not in the current directory
     train ascend_rl.launch.start_roll "$@"

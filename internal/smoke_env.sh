@@ -36,7 +36,7 @@ If $(python3 "$ROOT/patches/sources.py" get mindspeed url) cannot be reached, na
         python -m software_npu.build >/dev/null || die "the rehearsal needs the software NPU"
         export SOFTWARE_NPU_WHEELS PYTHONPATH
         # torch, too, is the CPU's: on_npu gives Megatron what it needs of torch 2.8 to save checkpoints.
-        PYTHONPATH="$ROOT/software_npu/site:$ROOT/tests/stubs/on_npu:$ROOT/frameworks/vllm_ascend${PYTHONPATH:+:$PYTHONPATH}"
+        PYTHONPATH="$ROOT/software_npu/site:$ROOT/tests/stubs/on_npu:$STACK_DIR/frameworks/vllm_ascend${PYTHONPATH:+:$PYTHONPATH}"
         export PATH="$ROOT/software_npu/node/bin:$PATH" ASCEND_HOME_PATH="$ROOT/software_npu/node/cann"
         export ATB_HOME_PATH="$ROOT/software_npu/node/atb"
     fi

@@ -43,6 +43,7 @@ from sources import (
     pip_download,
     read_json,
     say,
+    stack_root,
     tree_hash,
     write_file,
 )
@@ -117,7 +118,7 @@ def vllm_metadata(project: Project, framework: Framework, target: str, site: Pat
         places.append(alias)
         exclude(tree, alias)
     for info in places:
-        write_info(info, framework, version)
+        write_info(info, framework.package, version)
     pyproject = tree / "pyproject.toml"
     if pyproject.exists():  # from git: a tree from the wheel has the wheel's own dist-info
         write_file(places[0] / "entry_points.txt", entry_points(pyproject).encode())
@@ -136,7 +137,7 @@ def ascend_metadata(project: Project, framework: Framework, target: str) -> None
     if target == "cpu":
         info = tree / f"{framework.package}-{framework.version}.dist-info"
         exclude(tree, info)
-        write_info(info, framework, framework.version)
+        write_info(info, framework.package, framework.version)
         setup = ast.parse((tree / "setup.py").read_text())
         (groups,) = [
             ast.literal_eval(node.value)
@@ -147,6 +148,16 @@ def ascend_metadata(project: Project, framework: Framework, target: str) -> None
         write_file(info / "entry_points.txt", ("\n".join(lines) + "\n").encode())
 
 
+def plugins(project: Project, site: Path) -> None:
+    """Write the dist-info by which verl and vLLM find our plug-ins; the default stack has patches instead."""
+    if project.root == ROOT:
+        return
+    info = site / "ascend_rl-0.1.dist-info"
+    shutil.rmtree(info, ignore_errors=True)
+    write_info(info, "ascend_rl", "0.1")
+    write_file(info / "entry_points.txt", entry_points(ROOT / "pyproject.toml").encode())
+
+
 def exclude(tree: Path, info: Path) -> None:
     """Have git ignore a directory of a tree."""
     excluded = tree / ".git/info/exclude"
@@ -154,10 +165,10 @@ def exclude(tree: Path, info: Path) -> None:
         excluded.write_text(f"{excluded.read_text()}{info.name}/\n")
 
 
-def write_info(info: Path, framework: Framework, version: str) -> None:
+def write_info(info: Path, name: str, version: str) -> None:
     info.mkdir()
     write_file(info / "INSTALLER", INSTALLER)
-    text = f"Metadata-Version: 2.1\nName: {framework.package}\nVersion: {version}\n"
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     write_file(info / "METADATA", text.encode())
 
 
@@ -185,7 +196,7 @@ def prove(project: Project, present: list[Framework]) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     if result.returncode:
         raise ToolError(f"the frameworks cannot be imported:\n{result.stderr.strip()}")
-    expected = [project.tree(f.name) / f.package for f in present] + [project.root / "ascend_rl"]
+    expected = [project.tree(f.name) / f.package for f in present] + [ROOT / "ascend_rl"]
     for package, found, path in zip(packages, map(Path, result.stdout.split("\n")), expected, strict=False):
         if found.resolve() != path.resolve():
             raise ToolError(f"{package} is imported from {found}, not from {path}: is PYTHONPATH set?")
@@ -196,7 +207,7 @@ def prove(project: Project, present: list[Framework]) -> None:
                 f"{framework.tree[:12] or 'nothing'}: run ./apply_all_patches.sh"
             )
         say(
-            f"{framework.name} {framework.tag}: imported from frameworks/{framework.name}, "
+            f"{framework.name} {framework.tag}: imported from {project.directory.relative_to(ROOT)}/{framework.name}, "
             f"tree {framework.tree[:12]}"
         )
 
@@ -259,7 +270,7 @@ def main() -> int:
     target = arguments.target
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        project = Project.load(ROOT)
+        project = Project.load(stack_root(ROOT))
         site = Path(sysconfig.get_paths()["purelib"])
         present = [
             f
@@ -288,6 +299,7 @@ def main() -> int:
             )
             command.chmod(0o755)
             vllm_metadata(project, vllm, target, site)
+            plugins(project, site)
             ascend_metadata(project, project.framework("vllm_ascend"), target)
         prove(project, present)
         if target == "npu":

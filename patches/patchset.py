@@ -48,6 +48,7 @@ from sources import (
     put_in_place,
     read_json,
     require_repository,
+    root_of,
     say,
     tree_hash,
     write_file,
@@ -530,6 +531,8 @@ def index_table(project: Project) -> str:
 def render_readme(project: Project) -> tuple[Path, str, str]:
     """patches/README.md as it is and as it should be."""
     path = project.root / "patches/README.md"
+    if not path.parent.is_dir():  # of a stack without patches
+        return path, "", ""
     text = path.read_text() if path.exists() else f"{INDEX_BEGIN}\n{INDEX_END}\n"
     before, begin, rest = text.partition(INDEX_BEGIN)
     _, end, after = rest.partition(INDEX_END)
@@ -679,7 +682,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        project = Project.load(args.root.resolve())
+        project = Project.load(root_of(args.root))
         with project.exclusive():
             args.function(project, args.only)
     except ToolError as error:

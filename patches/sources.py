@@ -39,6 +39,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+DEFAULT_STACK = "cann8.5"  # of a checkout without STACK
 BASE_TAG = "ascend-rl-base"
 BRANCH = "ascend-rl"
 SOURCE_FILE = "ascend-rl-source"  # in .git: which pin this tree holds
@@ -52,11 +53,26 @@ ATTRIBUTES = "* -text !eol !diff !filter !ident !merge !working-tree-encoding\n"
 IDENTITY = {"NAME": "ascend-rl", "EMAIL": "patches@ascend-rl.invalid"}
 BASE_DATE = "2000-01-01T00:00:00+00:00"
 PROBE_SECONDS = 15  # a host that does not answer a one-line query by then is skipped
-GLIBC_TAGS = ("manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
+GLIBC_TAGS = ("manylinux_2_34", "manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 
 
 class ToolError(Exception):
     """What went wrong and what to do next, as shown to the user."""
+
+
+def stack_root(root: Path) -> Path:
+    """Where the stack that STACK names has frameworks.lock, patches/ and frameworks/: the root for the default.
+
+    Raises:
+        ToolError: there is no such stack.
+    """
+    name = os.environ.get("STACK") or DEFAULT_STACK
+    if name == DEFAULT_STACK:
+        return root
+    if not (root / "stacks" / name / "frameworks.lock").is_file():
+        names = [DEFAULT_STACK, *sorted(path.parent.name for path in root.glob("stacks/*/frameworks.lock"))]
+        raise ToolError(f"STACK={name}: there is no such stack, only {', '.join(names)}")
+    return root / "stacks" / name
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,7 @@ class Framework:
     version: str
     sha256: dict[str, str]  # machine (or "any") -> wheel digest
     optional: bool
+    branch: bool  # `tag` is the name of a branch
     unhashed: tuple[str, ...]
     tree: str  # hash of the patched package; "" before the first export
 
@@ -119,6 +136,7 @@ class Project:
             name=name,
             sha256=sha256,
             optional=table.get("optional", False),
+            branch=table.get("branch", False),
             unhashed=tuple(table.get("unhashed", ())),
             **text,
         )
@@ -419,11 +437,12 @@ def machine() -> str:
 
 
 def from_git(dest: Path, framework: Framework, url: str, seconds: float) -> dict[str, str]:
-    """Shallow-fetch the tag into a new repository; the commit must be the lock's."""
+    """Shallow-fetch the tag, or the commit of a branch, into a new repository; the commit must be the lock's."""
     init_repository(dest)
-    ref = f"refs/tags/{framework.tag}"
+    ref = f"refs/{'heads' if framework.branch else 'tags'}/{framework.tag}"
     if not network_git(dest, "ls-remote", url, ref, seconds=min(PROBE_SECONDS, seconds)):
-        raise ToolError(f"has no tag {framework.tag}")
+        raise ToolError(f"has no {'branch' if framework.branch else 'tag'} {framework.tag}")
+    ref = framework.commit if framework.branch else ref
     network_git(dest, "fetch", "-q", "--depth=1", "--no-tags", url, ref, seconds=seconds)
     commit = git(dest, "rev-parse", "FETCH_HEAD^{commit}")
     if not commit.startswith(framework.commit):
@@ -617,10 +636,16 @@ def download_all(project: Project, only: str | None, source: str | Path, seconds
 
 
 def add_root(parser: argparse.ArgumentParser) -> None:
-    default = os.environ.get("ASCEND_RL_ROOT") or Path(__file__).resolve().parent.parent
     parser.add_argument(
-        "--root", type=Path, default=Path(default), help="repository root (default: this checkout)"
+        "--root",
+        type=Path,
+        default=os.environ.get("ASCEND_RL_ROOT"),
+        help="the directory of frameworks.lock (default: of STACK in this checkout)",
     )
+
+
+def root_of(given: Path | None) -> Path:
+    return Path(given).resolve() if given else stack_root(Path(__file__).resolve().parent.parent)
 
 
 def positive(text: str) -> float:
@@ -657,7 +682,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        project = Project.load(args.root.resolve())
+        project = Project.load(root_of(args.root))
         if args.command == "download":
             if args.archive and not args.only:
                 raise ToolError("--archive needs --only NAME: it holds one framework")

@@ -18,7 +18,9 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-FRAMEWORKS = Path(__file__).resolve().parents[2] / "frameworks"  # of a CPU run, beside what is installed
+from ascend_rl.settings.stack import DIRECTORY
+
+FRAMEWORKS = DIRECTORY / "frameworks"  # of a CPU run, beside what is installed
 
 
 @cache

@@ -38,7 +38,7 @@ from ascend_rl.host.npu_tools import ToolError
 
 ROOT = Path(__file__).resolve().parents[2]
 ASCEND = Path("/usr/local/Ascend")
-OWN_CODE = ("ascend_rl", "internal", "patches", "frameworks.lock", "*.sh", "*.py")
+OWN_CODE = ("ascend_rl", "internal", "patches", "stacks/*/*.*", "frameworks.lock", "*.sh", "*.py")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 VARIABLES = (
     "MASTER_ADDR",
@@ -65,9 +65,15 @@ def sources(root: Path) -> ModuleType:
     return module
 
 
+def project_of(root: Path):
+    """What frameworks.lock of the stack pins, as patches/sources.py has it."""
+    module = sources(root)
+    return module.Project.load(module.stack_root(root))
+
+
 def load_lock() -> dict[str, dict]:
     """The tables of frameworks.lock."""
-    return sources(ROOT).Project.load(ROOT).tables
+    return project_of(ROOT).tables
 
 
 # The node: code, software, limits, ports.
@@ -107,8 +113,9 @@ def working_tree_hash(tree: Path, package: str, hashed: Callable[[str], bool]) -
 def tree_facts(root: Path) -> dict[str, dict]:
     """For each framework present: {"hash", "expected": its path, "imported", "also": where it is found}."""
     facts = {}
-    for name, framework in sources(root).Project.load(root).frameworks.items():
-        tree = root / "frameworks" / name
+    project = project_of(root)
+    for name, framework in project.frameworks.items():
+        tree = project.directory / name
         if not (tree / framework.package).is_dir():
             continue
         spec = importlib.util.find_spec(framework.package)  # does not import it

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import importlib.metadata
 import random
 import shutil
 import sys
@@ -70,12 +71,21 @@ def operand_pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int
     return pairs[held_out:], pairs[:held_out]
 
 
+def newline() -> str:
+    """The token that verl 0.9's agent loop asks a Qwen tokenizer for; earlier ones need none."""
+    try:
+        major, minor = importlib.metadata.version("verl").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return "\n" if (int(major), int(minor)) >= (0, 9) else ""
+
+
 def make_tokenizer():
     """A character tokenizer with Qwen3's chat and thinking tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    tokens = [*"0123456789+"]
+    tokens = [*"0123456789+", *newline()]
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")])
@@ -132,7 +142,10 @@ def encode(tokenizer, pairs: list[tuple[int, int]], responses: list[str]):
     """Prompts and responses as (input_ids [N, T], labels [N, T]); labels are -100 outside the response."""
     import torch
 
-    prompts = [tokenizer.apply_chat_template(chat(a, b), add_generation_prompt=True) for a, b in pairs]
+    prompts = [
+        tokenizer.apply_chat_template(chat(a, b), add_generation_prompt=True, return_dict=False)
+        for a, b in pairs
+    ]
     answers = [tokenizer.encode(response) + [tokenizer.eos_token_id] for response in responses]
     width = max(len(p) + len(r) for p, r in zip(prompts, answers, strict=True))
     input_ids = torch.full((len(pairs), width), tokenizer.pad_token_id)
@@ -275,7 +288,8 @@ Writes model/, train.parquet and val.parquet into --out, which appears when it i
     args = parser.parse_args(argv)
 
     description = (
-        f"seed={args.seed} warm_start={args.warm_start} validation={args.validation}{' moe' * args.moe}\n"
+        f"seed={args.seed} warm_start={args.warm_start} validation={args.validation}{' moe' * args.moe}"
+        f"{' newline' * bool(newline())}\n"
     )
     if not args.out.exists():
         args.out.parent.mkdir(parents=True, exist_ok=True)

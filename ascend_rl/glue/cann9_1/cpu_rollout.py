@@ -1,0 +1,36 @@
+"""vLLM's CPU backend for weights that change, as on the other stack (patches vllm_cpu_rollout of verl and vLLM)."""
+
+from __future__ import annotations
+
+import os
+import types
+
+from ascend_rl.glue.cann9_1.hooks import Hooks
+from ascend_rl.rollout.vllm_cpu_rollout import keep_weights_in_place
+
+hooks = Hooks()
+
+
+@hooks.after("vllm._custom_ops")
+def plain_kernels(module: types.ModuleType) -> None:
+    """The linear kernels read the parameters; the kernel of rms_norm ignores strides, so it gets none."""
+    keep_weights_in_place(module, os.environ)
+    kernel = module.rms_norm
+
+    def rms_norm(out, input, weight, epsilon):
+        kernel(out, input.contiguous() if input.device.type == "cpu" else input, weight, epsilon)
+
+    module.rms_norm = rms_norm
+
+
+@hooks.after("vllm.model_executor.layers.fused_moe.cpu_fused_moe")
+def activation_without_a_layer(module: types.ModuleType) -> None:
+    """It constructs a layer in each forward pass of an MoE, where no configuration of vLLM is set."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    module._CPU_MOE_ACT_FN[MoEActivation.SILU] = silu_and_mul
