@@ -207,8 +207,8 @@ def prove(project: Project, present: list[Framework]) -> None:
                 f"{framework.tree[:12] or 'nothing'}: run ./apply_all_patches.sh"
             )
         say(
-            f"{framework.name} {framework.tag}: imported from {project.directory.relative_to(ROOT)}/{framework.name}, "
-            f"tree {framework.tree[:12]}"
+            f"{framework.name} {framework.tag}: imported from "
+            f"{project.directory.relative_to(ROOT)}/{framework.name}, tree {framework.tree[:12]}"
         )
 
 

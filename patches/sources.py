@@ -61,7 +61,7 @@ class ToolError(Exception):
 
 
 def stack_root(root: Path) -> Path:
-    """Where the stack that STACK names has frameworks.lock, patches/ and frameworks/: the root for the default.
+    """Where the stack that STACK names has its lock, patches and sources: the root for the default one.
 
     Raises:
         ToolError: there is no such stack.
@@ -437,7 +437,7 @@ def machine() -> str:
 
 
 def from_git(dest: Path, framework: Framework, url: str, seconds: float) -> dict[str, str]:
-    """Shallow-fetch the tag, or the commit of a branch, into a new repository; the commit must be the lock's."""
+    """Shallow-fetch the tag, or the commit of a branch, into a new repository; the lock has the commit."""
     init_repository(dest)
     ref = f"refs/{'heads' if framework.branch else 'tags'}/{framework.tag}"
     if not network_git(dest, "ls-remote", url, ref, seconds=min(PROBE_SECONDS, seconds)):

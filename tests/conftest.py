@@ -32,6 +32,10 @@ TOGETHER = {
     "software NPU": "device_job",
 }
 CPU_S = pytest.StashKey[float]()
+STACK = os.environ.get("STACK") or "cann8.5"
+# Of another stack only the tests in its folder; those of the default one do not run there.
+OTHERS = {"cann9_1": "cann9.1"}
+collect_ignore = [folder for folder, stack in OTHERS.items() if stack != STACK]
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12
 
 # Also with PYTHONDONTWRITEBYTECODE: compiling its tests is much of what pytest does before the first one.
@@ -176,7 +180,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Of the patched frameworks, first Megatron's models in this process: a vLLM engine in it keeps the default
     process group, of which there can be one.
     """
-    order, several = ["tests", "software_npu", "patched", "e2e"], "PYTEST_XDIST_WORKER" in os.environ
+    order, several = ["tests", "software_npu", "patched", "cann9_1", "e2e"], "PYTEST_XDIST_WORKER" in os.environ
     if several:
         order.insert(0, order.pop())
     files = {"test_memory_plan.py": 0, "test_left_out.py": 3}

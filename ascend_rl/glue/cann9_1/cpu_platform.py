@@ -10,10 +10,10 @@ import types
 from contextlib import contextmanager
 
 import torch
-from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 from ascend_rl.glue.cann9_1.hooks import Hooks
 from ascend_rl.host.cpu_device import complete_torch_cpu
+from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 hooks = Hooks()
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU backend for weights that change, as on the other stack (patches vllm_cpu_rollout of verl and vLLM)."""
+"""vLLM's CPU backend for weights that change, as on the other stack (patch vllm_cpu_rollout)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def plain_kernels(module: types.ModuleType) -> None:
 def activation_without_a_layer(module: types.ModuleType) -> None:
     """It constructs a layer in each forward pass of an MoE, where no configuration of vLLM is set."""
     import torch
+
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Changes to a framework's module that are made once it has been imported, whoever imports it.
 
-A hook is a function of the module. It runs immediately if the module is already there. A plug-in that fails must not be
-passed over: verl logs that at DEBUG only, and the run would go on without what was asked for. So it ends the process.
+A hook is a function of the module. It runs immediately if the module is already there. A plug-in that fails
+must not be passed over: verl logs that at DEBUG only, and the run would continue without what was asked for.
+So it ends the process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Hooks(dict[str, list[Hook]]):
 
 
 def or_stop(function: Callable) -> Callable:
-    """The function, but an exception ends the process with its reason. SystemExit passes every `except Exception`."""
+    """The function, but an exception ends the process: SystemExit passes every `except Exception`."""
 
     def call(*args, **kwargs):
         try:

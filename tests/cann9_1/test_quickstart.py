@@ -1,0 +1,20 @@
+"""The quickstart on this stack, from the outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+
+def test_the_tiny_qwen3_learns_addition(root, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL", "VLLM"))}
+    environment |= {"STACK": "cann9.1", "OUTPUT_DIR": str(tmp_path / "run")}
+    result = subprocess.run(
+        ["bash", "quickstart.sh"], cwd=root, env=environment, capture_output=True, text=True, timeout=800
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    print(report)
+    assert report["reward_val_last"] >= 0.9
+    assert report["probs_diff_max"] <= 1e-5
