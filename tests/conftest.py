@@ -18,6 +18,7 @@ import warm
 from hypothesis import HealthCheck, settings
 
 from ascend_rl.process.counts import VARIABLE, counted
+from ascend_rl.settings.stack import DEFAULT, DIRECTORY, NAME
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVERS = "rollout servers"
@@ -32,10 +33,9 @@ TOGETHER = {
     "software NPU": "device_job",
 }
 CPU_S = pytest.StashKey[float]()
-STACK = os.environ.get("STACK") or "cann8.5"
 # Of another stack only the tests in its folder; those of the default one do not run there.
 OTHERS = {"cann9_1": "cann9.1"}
-collect_ignore = [folder for folder, stack in OTHERS.items() if stack != STACK]
+collect_ignore = [folder for folder, stack in OTHERS.items() if stack != NAME]
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12
 
 # Also with PYTHONDONTWRITEBYTECODE: compiling its tests is much of what pytest does before the first one.
@@ -69,6 +69,15 @@ importlib.import_module("install")  # and with it ascend_build and sources
 sys.path.remove(str(ROOT / "patches"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def plugins():
+    """Of a stack with plug-ins: those that vLLM loads when it starts an engine."""
+    if NAME != DEFAULT:
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+
+
 @pytest.fixture(autouse=True)
 def same_environment():
     """Each test starts with the same variables: Megatron (NVTE_*) and Ray (RAY_AUTH_MODE) leave some."""
@@ -92,6 +101,12 @@ def counts(tmp_path, monkeypatch):
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def frameworks() -> Path:
+    """The sources of this stack."""
+    return DIRECTORY / "frameworks"
 
 
 @pytest.fixture

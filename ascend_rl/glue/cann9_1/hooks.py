@@ -7,6 +7,7 @@ So it ends the process.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import traceback
 from collections.abc import Callable, Iterable
@@ -46,6 +47,18 @@ def or_stop(function: Callable) -> Callable:
             raise SystemExit(f"ERROR: the plug-in {where} failed: {type(error).__name__}: {error}") from error
 
     return call
+
+
+def first(owner: type, name: str, call: Callable[..., None]) -> None:
+    """Have the method of a class call `call` with its arguments before it does anything."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(*args, **kwargs):
+        call(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, method)
 
 
 def version_is(distribution: str, release: str) -> bool:

@@ -2,15 +2,75 @@
 
 from __future__ import annotations
 
-from ascend_rl.glue.cann9_1.hooks import or_stop, version_is
+import multiprocessing
+from types import ModuleType
+from typing import Any
+
+from ascend_rl.glue.cann9_1.hooks import Hooks, or_stop, version_is
+from ascend_rl.host import core_binding
+from ascend_rl.host.disable_gc import CallCollector, collect_between
+
+hooks = Hooks()
+
+
+@hooks.after("vllm.v1.engine.core")
+def collect_between_steps(module: ModuleType) -> None:
+    engine = module.EngineCoreProc
+    engine._process_engine_step = collect_between(engine._process_engine_step)
+
+
+@hooks.after("vllm.v1.executor.multiproc_executor")
+def collect_between_calls(module: ModuleType) -> None:
+    """A worker's loop takes a call, and may answer it; it has ended when the loop takes the next one."""
+    loop = module.WorkerProc.worker_busy_loop
+
+    def worker_busy_loop(worker: Any) -> None:
+        collector, last = CallCollector(), {}
+        take, answer = worker.rpc_broadcast_mq.dequeue, worker.handle_output
+
+        def dequeue(*args, **kwargs):
+            if last:
+                collector.after(last["method"], last["output"])
+            call = take(*args, **kwargs)
+            last.update(method=call[0], output=None)
+            return call
+
+        def handle_output(output):
+            answer(output)
+            last["output"] = output
+
+        worker.rpc_broadcast_mq.dequeue, worker.handle_output = dequeue, handle_output
+        loop(worker)
+
+    module.WorkerProc.worker_busy_loop = worker_busy_loop
+
+
+@hooks.after("vllm_ascend.worker.model_runner_v1")
+def read_logprobs_mode(module: ModuleType) -> None:
+    """The runner constructs its sampler without the mode, so that log-probs are always the raw ones."""
+    sampler, runner = module.AscendSampler, module.NPUModelRunner
+    start = runner.__init__
+
+    def __init__(self, vllm_config, *args, **kwargs):
+        module.AscendSampler = lambda: sampler(logprobs_mode=vllm_config.model_config.logprobs_mode)
+        try:
+            start(self, vllm_config, *args, **kwargs)
+        finally:
+            module.AscendSampler = sampler
+
+    runner.__init__ = __init__
 
 
 @or_stop
 def register() -> None:
-    if version_is("vllm", "0.23"):
-        from vllm.platforms import current_platform
+    if not version_is("vllm", "0.23"):
+        return
+    if multiprocessing.current_process().name.startswith("EngineCore"):
+        core_binding.bind("engine")
+    hooks.install()
+    from vllm.platforms import current_platform
 
-        if current_platform.device_type == "cpu":
-            from ascend_rl.glue.cann9_1 import cpu_rollout
+    if current_platform.device_type == "cpu":
+        from ascend_rl.glue.cann9_1 import cpu_rollout
 
-            cpu_rollout.hooks.install()
+        cpu_rollout.hooks.install()
