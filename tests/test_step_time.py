@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,16 @@ def scripts(recipe: str) -> tuple[Path, Path]:
     return script, environment_script(script)
 
 
+ONCE = cache(step_time.switched)
+
+
+@pytest.fixture
+def once(monkeypatch):
+    """Each run is started once for the tests with this fixture, which have the same environment."""
+    monkeypatch.setattr(step_time, "switched", ONCE)
+
+
+@cache
 def recommended(recipe: str, *overrides: str) -> set[str]:
     """The names that `gains` predicts for a recipe."""
     given = (*scripts(recipe), overrides)
@@ -196,7 +207,7 @@ def recommended(recipe: str, *overrides: str) -> set[str]:
 OLD = "actor.compute_old_log_prob=False"
 
 
-def test_what_the_linter_refuses_is_not_recommended():
+def test_what_the_linter_refuses_is_not_recommended(once):
     """Old log-probs are needed by several updates, by DAPO's correction and by engine workers."""
     for recipe, fits in (
         ("gspo_qwen3_235b_128die_true_weight", False),
@@ -209,7 +220,7 @@ def test_what_the_linter_refuses_is_not_recommended():
     assert OLD not in recommended("grpo_qwen3_32b_32die_true_weight", epochs)
 
 
-def test_what_works_is_recommended():
+def test_what_works_is_recommended(once):
     """Moves between the engines of 235B; drafts in every recipe; npugraph_ex for dense models."""
     moves = "ROLLOUT_REBALANCE_ENABLE=1, with smaller graphs"
     assert {moves, "ENABLE_SAM=1", "USE_HDP=1"} <= recommended("grpo_qwen3_235b_128die_true_weight")
@@ -232,11 +243,11 @@ RECIPES = sorted(path.stem[6:] for path in (ROOT / "internal").glob("train_*_*di
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if "64die" not in name and "2_5" not in name])
-def test_every_recommended_switch_changes_the_run_and_is_not_refused(recipe):
+def test_every_recommended_switch_changes_the_run_and_is_not_refused(once, recipe):
     script, env = scripts(recipe)
-    plain = step_time.switched("", script, env, [])
+    plain = step_time.switched("", script, env, ())
     before = step_time.objections(plain)
     for name in recommended(recipe) - {"smaller graphs"}:
-        s = step_time.switched(name, script, env, [])
+        s = step_time.switched(name, script, env, ())
         assert step_time.objections(s) <= before, name
         assert s.config != plain.config or s.env != plain.env, name
