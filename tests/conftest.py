@@ -156,10 +156,10 @@ def tree_without(root, tmp_path_factory):
 
 
 def link_or_copy(source: str, destination: str) -> None:
-    """Links to what is large; a copy keeps its time, so that bytecode beside it stays valid."""
-    if source.endswith((".so", ".o")):
-        os.symlink(source, destination)
-    else:
+    """A link, which git replaces where it changes the file; on another disk a copy with the same time."""
+    try:
+        os.link(source, destination)
+    except OSError:
         shutil.copy2(source, destination)
 
 

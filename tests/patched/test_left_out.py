@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,9 @@ def run_pytest(_, tests: list[str], variant: str, log: str) -> int:
     if variant:
         sys.path.insert(0, variant)
     os.chdir(ROOT)
-    return int(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", *tests]))
+    # A folder of its own: in the common one each session would look for folders of others to remove.
+    with tempfile.TemporaryDirectory(prefix="p") as folder:
+        return int(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", f"--basetemp={folder}", *tests]))
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
