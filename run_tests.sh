@@ -9,8 +9,9 @@
 # Hardware: 2 cores, 12 GiB (--all: 20), 12 GB of disk, Linux with Python 3.11; no accelerator
 # Duration: about 15 minutes; with --all about 45
 #
-#   --all        also runs the tests marked long, and proves that each patch is needed. Without it,
-#                only proofs affected by changes are repeated, if data/proofs has earlier ones
+#   --all        also runs the tests marked long, proves that each patch is needed, and then runs those of the second
+#                stack (STACK=cann9.1 runs them alone). Without it, only proofs affected by changes are repeated, if
+#                data/proofs has earlier ones
 #   --durations  print the time and processor time of each file, the slowest tests, and the total
 #
 # Four processes run tests at a time; one of them begins with the real runs, with --all two of them.
@@ -37,7 +38,7 @@ log "the tiny Qwen3"
 python -m ascend_rl.tiny --out "$DATA/tiny"
 wait
 
-results=data/test-results
+results="$DATA/test-results"
 rm -rf "$results"
 if [ $# -gt 0 ]; then
     status=0
@@ -46,7 +47,10 @@ if [ $# -gt 0 ]; then
     exit "$status"
 fi
 
-if [ "$ALL" = 1 ]; then
+if [ "$STACK" != cann8.5 ]; then
+    ARGS=()
+    [ "$ALL" = 1 ] || ARGS=(-m "not long")
+elif [ "$ALL" = 1 ]; then
     ARGS=(--prove)
 else
     ARGS=(-m "not long")
@@ -58,4 +62,10 @@ python -m pytest -q -n 4 --max-worker-restart=0 --junitxml="$results/tests.xml" 
 ARGS=(--wall $((SECONDS - started)))
 [ "$DURATIONS" = 0 ] || ARGS+=(--durations)
 python tests/summary.py "${ARGS[@]}" "$results/tests.xml" || status=1
+if [ "$ALL" = 1 ] && [ "$STACK" = cann8.5 ]; then
+    log "the stack CANN 9.1"
+    again=(--all)
+    [ "$DURATIONS" = 0 ] || again+=(--durations)
+    PATH="${PATH#"$VENV/bin:"}" STACK=cann9.1 bash run_tests.sh "${again[@]}" || status=1
+fi
 exit "$status"

@@ -14,6 +14,7 @@ die() {
 # default one are at the root, those of another in stacks/NAME.
 STACK="${STACK:-cann8.5}"
 if [ "$STACK" = cann8.5 ]; then
+    # shellcheck disable=SC2034 # for those who source this
     STACK_DIR="$ROOT" VENV="$ROOT/.venv" DATA="$ROOT/data"
 else
     STACK_DIR="$ROOT/stacks/$STACK" VENV="$ROOT/.venv-$STACK" DATA="$ROOT/data/$STACK"

@@ -33,9 +33,9 @@ TOGETHER = {
     "software NPU": "device_job",
 }
 CPU_S = pytest.StashKey[float]()
-# Of another stack only the tests in its folder; those of the default one do not run there.
-OTHERS = {"cann9_1": "cann9.1"}
-collect_ignore = [folder for folder, stack in OTHERS.items() if stack != NAME]
+# Of another stack its own folder, and the files that both stacks run. The default one runs all other tests.
+FOLDERS = {"cann9.1": "cann9_1"}
+BOTH = ("patched/test_gspo.py", "patched/test_disable_gc.py")
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12
 
 # Also with PYTHONDONTWRITEBYTECODE: compiling its tests is much of what pytest does before the first one.
@@ -163,6 +163,15 @@ def link_or_copy(source: str, destination: str) -> None:
         shutil.copy2(source, destination)
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Ignore tests of other stacks; None leaves it to pytest."""
+    if collection_path.suffix != ".py":
+        return None
+    folder = collection_path.parent.name
+    own = folder == FOLDERS.get(NAME) or f"{folder}/{collection_path.name}" in BOTH
+    return True if (NAME != DEFAULT or folder in FOLDERS.values()) and not own else None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--prove", action="store_true", help="prove again that each patch is needed by its test")
 
@@ -195,7 +204,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Of the patched frameworks, first Megatron's models in this process: a vLLM engine in it keeps the default
     process group, of which there can be one.
     """
-    order, several = ["tests", "software_npu", "patched", "cann9_1", "e2e"], "PYTEST_XDIST_WORKER" in os.environ
+    order, several = (
+        ["tests", "software_npu", "patched", *FOLDERS.values(), "e2e"],
+        "PYTEST_XDIST_WORKER" in os.environ,
+    )
     if several:
         order.insert(0, order.pop())
     files = {"test_memory_plan.py": 0, "test_left_out.py": 3}

@@ -217,6 +217,8 @@ REVIEWED = {
     'internal/cluster/slurm.sh: rm -f "$CLUSTER_TOKEN_FILE"',
     "internal/cluster/slurm.sh: trap 'rm -f \"$CLUSTER_TOKEN_FILE\"' EXIT",
     'run_tests.sh: rm -rf "$results"',
+    # of the environment that it builds
+    'build_project.sh: [ "$STACK" = cann8.5 ] || rm -rf "$VENV"/lib/python*/site-packages/tests',
 }
 
 # "file function: call": where the file is.
@@ -284,9 +286,9 @@ WRITTEN = {
     # adds lines to the file that HDP_DUMP names
     "hdp/hdp_training.py HybridDataParallel._dump: open(self.dump, 'a')",
     # scripts: a file in .venv; a file of mktemp; a token that must not exist
-    'build_project.sh: echo "$stamp" >.venv/.requirements',
-    "build_project.sh: grep -vE '^(torch|torchvision|triton|nvidia-[a-z0-9-]+)==' requirements-cpu.txt "
-    '>"$requirements"',
+    'build_project.sh: echo "$stamp" >"$VENV/.requirements"',
+    "build_project.sh: grep -vE '^(torch|torchvision|triton|nvidia-[a-z0-9-]+|cuda-[a-z]+)==' "
+    '"$requirements" >"$VENV/without-torch.txt"',
     "internal/cluster/slurm.sh: (umask 077; set -o noclobber; "
     "od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' >\"$CLUSTER_TOKEN_FILE\")",
 }

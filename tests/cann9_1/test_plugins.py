@@ -1,4 +1,4 @@
-"""The plug-ins as verl and vLLM load them, each in a new process: what they change, and that a failure ends it."""
+"""The plug-ins as verl and vLLM load them, in new processes: what they change, what a failure does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_the_platform_cpu_is_complete_when_it_is_asked_for():
 def test_one_group_serves_a_device_that_verl_names_twice(tmp_path):
     code = f"""
 import verl, torch
-torch.distributed.init_process_group("cpu:gloo,cpu:gloo", init_method="file://{tmp_path}/group", rank=0, world_size=1)
+file = "file://{tmp_path}/group"
+torch.distributed.init_process_group("cpu:gloo,cpu:gloo", init_method=file, rank=0, world_size=1)
 x = torch.ones(1)
 torch.distributed.all_reduce(x)
 print(x.item())

@@ -16,6 +16,7 @@ import pytest
 from spec_engines import random_model
 
 from ascend_rl.host import disable_gc
+from ascend_rl.settings.stack import DEFAULT, NAME
 from vllm.utils.gc_utils import freeze_gc_heap
 
 
@@ -215,7 +216,8 @@ def test_a_worker_process_collects_between_its_steps(workers):
 
 @pytest.mark.long
 def test_the_heap_of_a_worker_process_is_frozen_and_does_not_grow(workers):
-    assert workers["0"]["frozen"] == 0 and workers["1"]["frozen"] > 100_000
+    frozen = {switch: worker["frozen"] > 100_000 for switch, worker in workers.items()}
+    assert frozen == {"0": NAME != DEFAULT, "1": True}  # vLLM 0.23 does so by itself
     assert workers["1"]["most"] < 40 * 30  # without collection all of them, 30 per step
 
 

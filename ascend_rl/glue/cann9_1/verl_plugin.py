@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from types import ModuleType
 
@@ -12,8 +13,17 @@ hooks = Hooks()
 
 @hooks.after("verl.trainer.ppo.core_algos")
 def register_losses(module: ModuleType) -> None:
-    """GSPO's statistics and gspo_token, in verl's registry."""
-    import ascend_rl.glue.policy_losses  # noqa: F401
+    """GSPO's statistics and gspo_token, in verl's registry; its engine workers want numbers, not lists."""
+    from ascend_rl.glue.policy_losses import compute_policy_loss_gspo
+    from ascend_rl.loss import gspo
+
+    @functools.wraps(compute_policy_loss_gspo)
+    def policy_loss(*args, **kwargs):
+        loss, metrics = compute_policy_loss_gspo(*args, **kwargs)
+        return loss, gspo.summarise(metrics)
+
+    for name in ("gspo", "gspo_token"):
+        module.register_policy_loss(name)(policy_loss)
 
 
 @hooks.after("verl.single_controller.base.worker")

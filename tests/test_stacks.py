@@ -1,0 +1,88 @@
+"""What docs/stacks.md says of the second stack is what its plug-ins, patches and tests are."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs/stacks.md").read_text()
+GLUE = ROOT / "ascend_rl/glue/cann9_1"
+
+
+def test_every_patch_of_the_first_stack_has_its_place():
+    """Ported or not, and once; listed by framework."""
+    rows, rest = PAGE.partition("Not ported yet")[::2]
+    rest = rest.partition("## What is wrong")[0]
+    named = []
+    for text in [row.split("|")[2] for row in rows.splitlines() if row.startswith("| ")] + [rest]:
+        for framework, names in re.findall(
+            r"(verl|vllm|vllm_ascend|megatron|mindspeed|roll):? ((?:`\w+`[,\s]*)+)", text
+        ):
+            named += [f"{framework} {name}" for name in re.findall(r"\w+", names)]
+    found = [f"{path.parent.name} {path.stem.split('-')[-1]}" for path in ROOT.glob("patches/*/*.patch")]
+    assert sorted(named) == sorted(found)
+
+
+def test_every_hook_and_plugin_is_listed():
+    """Each is named in the table of features, and nothing else is."""
+    found = set()
+    for path in GLUE.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            decorated = [ast.unparse(each) for each in getattr(node, "decorator_list", [])]
+            if any(".after(" in each or ".register(" in each for each in decorated):
+                found.add(node.name)
+    table = PAGE.partition("| feature |")[2].partition("Not ported")[0]
+    named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[-2:][0])}
+    assert found <= named and named - found <= {"register", "mixed_precision"}
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "build_project.sh", "run_tests.sh"])
+def test_an_unknown_stack_is_refused(script):
+    command = ["bash", ROOT / script, *(["--target", "cpu"] if script == "build_project.sh" else [])]
+    result = subprocess.run(command, env=os.environ | {"STACK": "cann7"}, capture_output=True, text=True)
+    assert (
+        result.returncode == 1
+        and "STACK=cann7: there is no such stack, only cann8.5 and cann9.1" in result.stderr
+    )
+
+
+def test_the_tool_of_patches_refuses_it_too():
+    command = ["python3", ROOT / "patches/sources.py", "list"]
+    result = subprocess.run(command, env=os.environ | {"STACK": "cann7"}, capture_output=True, text=True)
+    assert result.returncode == 1 and "there is no such stack, only cann8.5, cann9.1" in result.stderr
+
+
+def test_a_recipe_says_the_same_to_both_stacks_but_for_what_is_listed():
+    """Keys that verl 0.9.1 lacks are gone, FSDP is FSDP2, and the storage of a step is one process."""
+
+    def arguments(stack: str) -> set[str]:
+        script = """
+. internal/common.sh
+. <(sed -n '/^settle()/,/^# What the layouts need/p' internal/recipe.sh)
+ARGS=(actor_rollout_ref.actor.strategy=fsdp actor_rollout_ref.ref.load_weight=True a.b=1
+      actor_rollout_ref.actor.whole_batch_loss=True actor_rollout_ref.ref.megatron.grad_offload=True)
+[ ! -f "$STACK_DIR/recipe.sh" ] || { . "$STACK_DIR/recipe.sh"; stack; }
+settle
+printf '%s\n' "${ARGS[@]}"
+"""
+        command = ["bash", "-c", script]
+        env = os.environ | {"STACK": stack}
+        return set(
+            subprocess.run(
+                command, env=env, cwd=ROOT, check=True, capture_output=True, text=True
+            ).stdout.split()
+        )
+
+    first, second = arguments("cann8.5"), arguments("cann9.1")
+    assert len(first) == 5
+    assert second == {
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "a.b=1",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    }
