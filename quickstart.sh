@@ -41,7 +41,7 @@ if [ -z "${OUTPUT_DIR:-}" ]; then OUTPUT_DIR="$ROOT/outputs/quickstart" adopt=(-
 export OUTPUT_DIR RUN_KIND=quickstart
 python -m ascend_rl.settings.claim "$RUN_KIND" "$OUTPUT_DIR" "${adopt[@]}"
 log "2/3 the tiny Qwen3 and its task"
-python -m ascend_rl.tiny --out "$DATA/tiny"
+python -m ascend_rl.tiny --out "$STACK_DATA/tiny"
 export STEPS NPUS_PER_NODE="$NPROC" SKIP_REPORT=1 RUN_DEADLINE_S="${RUN_DEADLINE_S:-$((600 + 10 * STEPS))}"
 export START_DEADLINE_S="${START_DEADLINE_S:-400}" STALL_DEADLINE_S="${STALL_DEADLINE_S:-120}"
 log "3/3 GSPO, $STEPS steps on $NPROC worker(s); the log is $OUTPUT_DIR/train.log"
@@ -56,8 +56,8 @@ if [ "$EVALUATE" = 1 ]; then
     python -m ascend_rl.export "$OUTPUT_DIR" --out "$OUTPUT_DIR/model"
     . internal/cpu_env.sh
     for step in 0 "$STEPS"; do
-        model="$([ "$step" = 0 ] && echo "$DATA/tiny/model" || echo "$OUTPUT_DIR/model")"
-        python -m ascend_rl.evaluate "$model" --data "$DATA/tiny/val.parquet" --n 4 --temperature 1 --top-p 1 \
+        model="$([ "$step" = 0 ] && echo "$STACK_DATA/tiny/model" || echo "$OUTPUT_DIR/model")"
+        python -m ascend_rl.evaluate "$model" --data "$STACK_DATA/tiny/val.parquet" --n 4 --temperature 1 --top-p 1 \
             --max-tokens 16 --out "$OUTPUT_DIR/evaluation/$step" -- --dtype float32 --max-model-len 64
     done
 fi

@@ -35,10 +35,10 @@ use_python
 log "the tiny Qwen3"
 # Most tests together need the software NPU; if it cannot be compiled, they say why.
 [ $# -gt 0 ] || python -m software_npu.build >/dev/null &
-python -m ascend_rl.tiny --out "$DATA/tiny"
+python -m ascend_rl.tiny --out "$STACK_DATA/tiny"
 wait
 
-results="$DATA/test-results"
+results="$STACK_DATA/test-results"
 rm -rf "$results"
 if [ $# -gt 0 ]; then
     status=0

@@ -13,11 +13,11 @@ die() {
 # A stack is what is pinned together (docs/stacks.md): frameworks.lock, requirements, patches/ and frameworks/. Those of the
 # default one are at the root, those of another in stacks/NAME.
 STACK="${STACK:-cann8.5}"
+# shellcheck disable=SC2034 # for those who source this
 if [ "$STACK" = cann8.5 ]; then
-    # shellcheck disable=SC2034 # for those who source this
-    STACK_DIR="$ROOT" VENV="$ROOT/.venv" DATA="$ROOT/data"
+    STACK_DIR="$ROOT" VENV="$ROOT/.venv" STACK_DATA="$ROOT/data"
 else
-    STACK_DIR="$ROOT/stacks/$STACK" VENV="$ROOT/.venv-$STACK" DATA="$ROOT/data/$STACK"
+    STACK_DIR="$ROOT/stacks/$STACK" VENV="$ROOT/.venv-$STACK" STACK_DATA="$ROOT/data/$STACK"
     [ -f "$STACK_DIR/frameworks.lock" ] || die "STACK=$STACK: there is no such stack, only cann8.5 and $(ls "$ROOT/stacks")"
 fi
 

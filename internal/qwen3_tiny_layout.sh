@@ -45,7 +45,7 @@ tiny() {
 
 # The dense model: FSDP.
 qwen3_tiny() {
-    tiny "$DATA/tiny"
+    tiny "$STACK_DATA/tiny"
     ARGS+=(
         actor_rollout_ref.actor.optim.lr=5e-4
         actor_rollout_ref.actor.optim.lr_scheduler_type=cosine
@@ -67,7 +67,7 @@ qwen3_moe_tiny() {
         die "EP=$EP x PP=$PP needs a multiple of $((EP * PP)) workers, there are $workers: set NPUS_PER_NODE"
     importable transformer_engine ||
         die "TransformerEngine and its stub are both missing: use internal/cpu_megatron_env.sh as the environment script"
-    tiny "$DATA/tiny_moe" --moe --warm-start 0.85
+    tiny "$STACK_DATA/tiny_moe" --moe --warm-start 0.85
     ARGS+=(
         --config-name=ppo_megatron_trainer
         actor_rollout_ref.actor.whole_batch_loss=True

@@ -16,12 +16,12 @@ split_in_two() {
 # the run (python -m ascend_rl.rehearsal).
 smoke() {
     switched SMOKE || return 0
-    local data="$DATA/tiny" t=actor_rollout_ref.actor.megatron.override_transformer_config
+    local data="$STACK_DATA/tiny" t=actor_rollout_ref.actor.megatron.override_transformer_config
     local updates=$((TRAIN_BATCH / MINI_BATCH)) argument gen_tp gen_dp=1 stages checkpoint experts strategy
     [ "$(setting trainer.device)" = npu ] || die "SMOKE=1: this recipe already is a small run on CPUs; unset SMOKE"
     experts="$(setting actor_rollout_ref.rollout.expert_parallel_size)"
     strategy="$(setting actor_rollout_ref.actor.strategy)"
-    if [ "$experts" ]; then data="$DATA/tiny_moe"; fi
+    if [ "$experts" ]; then data="$STACK_DATA/tiny_moe"; fi
     checkpoint="${data}_mcore"
     if switched USE_ALLTOALL_OVERLAP; then checkpoint+=_overlap; fi  # another layout of the experts
     if [ "${DRY_RUN:-0}" != 1 ]; then
