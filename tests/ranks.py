@@ -19,6 +19,7 @@ from pathlib import Path
 from warm import PATIENCE_S, Warm
 
 from ascend_rl.process.ports import free_port
+from ascend_rl.settings import stack
 
 STUBS = Path(__file__).resolve().parent / "stubs"
 SITE = STUBS.parents[1] / "software_npu/site"
@@ -31,7 +32,8 @@ def warm(path: str) -> Warm:
         _newest.pop().stop()
     if not _newest:
         # The worker first: it imports MindSpeed, if that is on the path, before Megatron.
-        modules = ["verl.workers.megatron_workers", "verl.models.mcore", "megatron_defaults"]
+        worker = "megatron_workers" if stack.NAME == stack.DEFAULT else "engine_workers"
+        modules = [f"verl.workers.{worker}", "verl.models.mcore", "megatron_defaults"]
         _newest.append(Warm(modules, path))
     return _newest[0]
 

@@ -124,15 +124,11 @@ def response_log_probs(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return log_probs.gather(-1, batch["responses"].unsqueeze(-1)).squeeze(-1)
 
 
-def make_worker(layout: Layout, path: Path, *overrides: str, rows: int = 8):
-    """verl's ActorRolloutRefWorker as the trainer makes it for role "actor", with ``layout`` and the
-    checkpoint."""
+def worker_config(layout: Layout, path: Path, *overrides: str, rows: int = 8):
+    """What the trainer gives to verl's ActorRolloutRefWorker, with ``layout`` and the checkpoint."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from megatron_defaults import DEFAULTS
-
-    from megatron.core import parallel_state
-    from verl.workers.megatron_workers import ActorRolloutRefWorker, repatch
 
     actor = "actor_rollout_ref.actor"
     given = [
@@ -154,8 +150,17 @@ def make_worker(layout: Layout, path: Path, *overrides: str, rows: int = 8):
     ]
     config = copy.deepcopy(DEFAULTS)
     ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(given), config)
+    return config.actor_rollout_ref
+
+
+def make_worker(layout: Layout, path: Path, *overrides: str, rows: int = 8):
+    """verl's ActorRolloutRefWorker as the trainer makes it for role "actor"."""
+    from megatron.core import parallel_state
+    from verl.workers.megatron_workers import ActorRolloutRefWorker, repatch
+
+    config = worker_config(layout, path, *overrides, rows=rows)
     if repatch is not None:  # MindSpeed: the worker does it too, but before any groups of ranks exist
-        repatch(config.actor_rollout_ref.actor.megatron.override_transformer_config)
+        repatch(config.actor.megatron.override_transformer_config)
     parallel_state.destroy_model_parallel()
     parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # destroying forgets this one
     parallel_state.initialize_model_parallel(
@@ -165,7 +170,7 @@ def make_worker(layout: Layout, path: Path, *overrides: str, rows: int = 8):
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
-    worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
+    worker = ActorRolloutRefWorker(config, role="actor")
     worker.init_model()
     return worker
 

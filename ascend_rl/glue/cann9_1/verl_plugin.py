@@ -52,7 +52,10 @@ def bind_servers(module: ModuleType) -> None:
 
 @or_stop
 def load() -> None:
+    from ascend_rl.glue.cann9_1 import megatron_training
+
     hooks.install()
+    megatron_training.hooks.install()
     if os.environ.get("VERL_PLATFORM") == "cpu":
         from ascend_rl.glue.cann9_1 import cpu_platform
 

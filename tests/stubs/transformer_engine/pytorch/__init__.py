@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import layer_norm, linear, rms_norm
 
-from . import distributed, optimizers, tensor  # noqa: F401
+from . import distributed, fp8, ops, optimizers, tensor  # noqa: F401
 from .attention import DotProductAttention
 from .extra_state import ExtraState
 

@@ -1,0 +1,156 @@
+"""verl 0.9.1's Megatron worker on megatron-core 0.16.1 computes and learns as Hugging Face does, and resumes.
+
+The models and the oracle are those of the other stack's tests: a random Qwen3 and Qwen3-MoE, and verl's loss
+on Hugging Face's log-probs, in one process, differentiated by torch.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron_tiny import (
+    Layout,
+    hugging_face,
+    make_batch,
+    make_checkpoint,
+    worker_config,
+)
+from ranks import run_ranks
+from test_megatron_actor import OVERRIDES, UPDATES, reference
+
+LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout("moe", ep=2), Layout("moe", tp=2, ep=2)]
+RESUMED = (Layout(pp=2), Layout("moe", ep=2))
+
+
+def make_worker(layout: Layout, path, *overrides: str):
+    """As the trainer makes it for role "actor"."""
+    from megatron.core import parallel_state
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    parallel_state.destroy_model_parallel()
+    config = worker_config(
+        layout, path, "actor_rollout_ref.actor.megatron.vanilla_mbridge=True", *OVERRIDES, *overrides
+    )
+    worker = ActorRolloutRefWorker(config, role="actor")
+    worker.init_model()
+    return worker
+
+
+def own_share(worker, batch: dict[str, torch.Tensor], **options):
+    """The rows of this data-parallel rank, as verl's trainer hands them out."""
+    from tensordict.tensorclass import NonTensorData
+
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    engine = worker.actor.engine
+    rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    share = {name: rows.chunk(size)[rank].clone() for name, rows in batch.items()}
+    data = left_right_2_no_padding(tu.get_tensordict(share))
+    lengths = NonTensorData(batch["attention_mask"].sum(-1).tolist())
+    tu.assign_non_tensor(data, temperature=1.0, global_token_num=lengths, **options)
+    return data
+
+
+def log_probs(worker, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of all responses, on every rank: [rows, RESPONSE]."""
+    from megatron.core import parallel_state
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    data = own_share(worker, batch, calculate_entropy=False, compute_loss=False)
+    output = worker.compute_log_prob(data)
+    own = None if output is None else no_padding_2_padding(tu.get(output, "log_probs"), data)
+    shares = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(shares, (parallel_state.get_data_parallel_rank(), own))
+    return torch.cat([share for _, share in sorted({r: s for r, s in shares if s is not None}.items())])
+
+
+def update(worker, batch: dict[str, torch.Tensor]) -> float | None:
+    """One update with the present log-probs as the old ones; the gradient norm, on ranks that have it."""
+    from verl.utils import tensordict_utils as tu
+
+    rows = len(batch["input_ids"])
+    options = {"global_batch_size": rows, "mini_batch_size": rows, "epochs": 1, "seed": 1}
+    batch = {**batch, "old_log_probs": log_probs(worker, batch)}
+    data = own_share(worker, batch, compute_loss=True, dataloader_kwargs={"shuffle": False}, **options)
+    output = worker.update_actor(data)
+    return None if output is None else tu.get(output, "metrics")["grad_norm"][0]
+
+
+def exported(worker) -> dict[str, torch.Tensor]:
+    """The weights under Hugging Face's names, gathered as for a rollout."""
+    return {name: t.detach().clone() for name, t in worker.actor.engine.get_per_tensor_param()[0]}
+
+
+def learn_in(rank: int, layouts: list[Layout], paths: dict, directory) -> list[dict]:
+    batch, results = make_batch(), []
+    for layout in layouts:
+        worker = make_worker(layout, paths[layout.kind])
+        result = {"log_probs": log_probs(worker, batch).numpy(), "loaded": as_numpy(exported(worker))}
+        result |= {
+            "norms": [update(worker, batch) for _ in range(UPDATES)],
+            "weights": as_numpy(exported(worker)),
+        }
+        if layout in RESUMED:
+            result["resumed"] = resumes(worker, batch, directory / str(layout).replace(" ", "_"))
+        results.append(result)
+    return results
+
+
+def as_numpy(weights: dict[str, torch.Tensor]) -> dict:
+    return {name: tensor.numpy() for name, tensor in weights.items()}
+
+
+def as_torch(weights: dict) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in weights.items()}
+
+
+def resumes(worker, batch, path) -> dict[str, bool]:
+    saved = exported(worker)
+    worker.save_checkpoint(str(path), global_step=UPDATES)
+    first_norm, first = update(worker, batch), exported(worker)
+    update(worker, batch)
+    worker.load_checkpoint(str(path))
+    loaded = exported(worker)
+    second_norm, second = update(worker, batch), exported(worker)
+    return {
+        "the update changes weights": any(not torch.equal(saved[k], first[k]) for k in saved),
+        "loaded weights are the saved ones": all(torch.equal(saved[k], loaded[k]) for k in saved),
+        "the next gradient norm is the same": first_norm == second_norm,
+        "the next weights are the same": all(torch.equal(first[k], second[k]) for k in first),
+    }
+
+
+def on_disk(path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path / "model.safetensors")
+
+
+def test_every_layout_computes_learns_and_resumes(tmp_path):
+    paths = {kind: make_checkpoint(kind, tmp_path / kind) for kind in ("dense", "moe")}
+    ranks = run_ranks(2, learn_in, LAYOUTS, paths, tmp_path)
+    batch = make_batch()
+    expected = {}
+    for kind, path in paths.items():
+        first, norms, weights = reference(path, batch)
+        model = hugging_face(path)
+        model.load_state_dict(weights)
+        model.save_pretrained(tmp_path / f"{kind}_learned")
+        expected[kind] = first, norms, on_disk(path), on_disk(tmp_path / f"{kind}_learned")
+    for number, layout in enumerate(LAYOUTS):
+        first, norms, before, after = expected[layout.kind]
+        for rank, result in enumerate(results[number] for results in ranks):
+            where = f"{layout}, rank {rank}"
+            difference = (torch.from_numpy(result["log_probs"]) - first).abs().max().item()
+            assert difference < 1e-5, f"{where}: log-probs differ by {difference}"
+            assert result["loaded"].keys() == before.keys(), where
+            loaded, weights = (as_torch(result[name]) for name in ("loaded", "weights"))
+            assert all(torch.equal(loaded[name], before[name]) for name in before), where
+            worst = max((weights[name] - after[name]).abs().max().item() for name in after)
+            print(f"{where}: {difference:.1e}, norms {result['norms']} of {norms}, weights {worst:.1e}")
+            assert result["norms"] in ([None] * UPDATES, pytest.approx(norms, rel=1e-5)), where
+            assert worst < 5e-6, where
+            assert all(result.get("resumed", {}).values()), (where, result["resumed"])
+        assert any(results[number]["norms"][0] for results in ranks), layout
