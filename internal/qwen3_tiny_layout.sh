@@ -23,7 +23,7 @@ tiny() {
         actor_rollout_ref.rollout.tensor_model_parallel_size=1
         actor_rollout_ref.rollout.enforce_eager=True
         actor_rollout_ref.rollout.free_cache_engine=False
-        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64
+        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16
         actor_rollout_ref.rollout.max_model_len=64
         actor_rollout_ref.rollout.max_num_seqs=64
         actor_rollout_ref.rollout.max_num_batched_tokens=1024

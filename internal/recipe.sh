@@ -382,6 +382,21 @@ switch_ROLLOUT_REBALANCE_ENABLE() {
     ARGS+=("$key=[$sizes")
 }
 
+# The update of an MoE takes the routes of the log-probs (R2), or of the rollout (R3), so that no token's ratio changes because
+# another expert computed it (docs/recipes.md).
+switch_ROUTER_REPLAY() {
+    local of=actor_rollout_ref.actor.megatron
+    [ "$STACK" != cann8.5 ] || die "ROUTER_REPLAY=$ROUTER_REPLAY needs verl 0.9.1: set STACK=cann9.1, or unset it"
+    [ -n "$(setting "$of".expert_model_parallel_size)" ] ||
+        die "ROUTER_REPLAY=$ROUTER_REPLAY: the model has no experts, or Megatron does not train it; unset it"
+    case "$ROUTER_REPLAY" in
+    R2) ;;
+    R3) ARGS+=(actor_rollout_ref.rollout.enable_rollout_routing_replay=True) ;;
+    *) die "ROUTER_REPLAY=$ROUTER_REPLAY: give R2 (the routes of the log-probs) or R3 (those of the rollout)" ;;
+    esac
+    ARGS+=("$of.router_replay.mode=$ROUTER_REPLAY")
+}
+
 # verl's NPU profiler in chosen steps of chosen ranks: PROFILE=STEPS[:RANKS], such as 3 or 3,4:0,16 (docs/watching.md). The
 # ranks are the trainer's, and the rollout's replicas of the same numbers. Each phase is a database of its own.
 switch_PROFILE() {

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import ascend_rl.lint.lint  # noqa: F401  (it fills RULES)
 from ascend_rl.lint.dry_run import Run, dry_run, environment_script
-from ascend_rl.lint.setup import RULES, Setup
+from ascend_rl.lint.setup import ACTOR, RULES, Setup
 from ascend_rl.lint.switches import WORKS_WITH
 from ascend_rl.lint.verl_config import Resolved, resolve
+from ascend_rl.settings import stack
 from ascend_rl.settings.switches import Switch, table
 
 
@@ -24,6 +25,10 @@ def fate(run: Run, resolved: Resolved, switch: Switch) -> str:
     if switch.taken == "own" and switch.key not in s.given:
         return "refused"
     if switch.variable in ("PROFILE", "SMOKE", "SMOKE_DTYPE") and not s.npu:
+        return "refused"
+    if switch.variable == "ROUTER_REPLAY" and (
+        stack.NAME == stack.DEFAULT or f"{ACTOR}.megatron.expert_model_parallel_size" not in s.given
+    ):
         return "refused"
     on = Setup(replace(run, env=run.env | {switch.variable: switch.on}), resolved, {})
     if switch.taken == "run" and any(

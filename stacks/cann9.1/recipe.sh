@@ -19,5 +19,8 @@ stack() {
         if [ "$(setting actor_rollout_ref.actor.fsdp_config.dtype)" = float32 ]; then
             ARGS+=("+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}")
         fi
+    elif [ "$(setting actor_rollout_ref.actor.strategy)" = megatron ]; then
+        # Megatron-Bridge, the default, wants transformers < 5.
+        ARGS+=(actor_rollout_ref.actor.megatron.vanilla_mbridge=True)
     fi
 }

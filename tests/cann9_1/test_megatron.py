@@ -52,28 +52,37 @@ def own_share(worker, batch: dict[str, torch.Tensor], **options):
     return data
 
 
+def infer(worker, batch: dict[str, torch.Tensor]) -> tuple:
+    """What the trainer gives to the worker before the first update of a step, and what it gets."""
+    data = own_share(worker, batch, calculate_entropy=False, compute_loss=False)
+    return data, worker.compute_log_prob(data)
+
+
 def log_probs(worker, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Of all responses, on every rank: [rows, RESPONSE]."""
     from megatron.core import parallel_state
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import no_padding_2_padding
 
-    data = own_share(worker, batch, calculate_entropy=False, compute_loss=False)
-    output = worker.compute_log_prob(data)
+    data, output = infer(worker, batch)
     own = None if output is None else no_padding_2_padding(tu.get(output, "log_probs"), data)
     shares = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(shares, (parallel_state.get_data_parallel_rank(), own))
     return torch.cat([share for _, share in sorted({r: s for r, s in shares if s is not None}.items())])
 
 
-def update(worker, batch: dict[str, torch.Tensor]) -> float | None:
-    """One update with the present log-probs as the old ones; the gradient norm, on ranks that have it."""
+def update(worker, batch: dict[str, torch.Tensor], **own) -> float | None:
+    """One update with the present log-probs as the old ones; the gradient norm, on ranks that have it.
+
+    ``own``: more of what the rows of this rank have.
+    """
     from verl.utils import tensordict_utils as tu
 
     rows = len(batch["input_ids"])
     options = {"global_batch_size": rows, "mini_batch_size": rows, "epochs": 1, "seed": 1}
     batch = {**batch, "old_log_probs": log_probs(worker, batch)}
     data = own_share(worker, batch, compute_loss=True, dataloader_kwargs={"shuffle": False}, **options)
+    data.update(own)
     output = worker.update_actor(data)
     return None if output is None else tu.get(output, "metrics")["grad_norm"][0]
 
@@ -154,3 +163,51 @@ def test_every_layout_computes_learns_and_resumes(tmp_path):
             assert worst < 5e-6, where
             assert all(result.get("resumed", {}).values()), (where, result["resumed"])
         assert any(results[number]["norms"][0] for results in ranks), layout
+
+
+def routes_of(worker, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What R2 records while log-probs are computed: jagged [rows, tokens, layers, experts of a token]."""
+    return infer(worker, batch)[1]["routed_experts"]
+
+
+def by_layer(routes: torch.Tensor) -> list[torch.Tensor]:
+    """The experts of each token in order, as [tokens, experts of a token] for each layer."""
+    return list(routes.values().long().sort(-1).values.unbind(1))
+
+
+def replay_in(rank: int, path) -> dict:
+    """Two updates that replay the routes of before them; what the routers answered in the second one."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    batch = make_batch()
+    worker = make_worker(Layout("moe", ep=2), path, "actor_rollout_ref.actor.megatron.router_replay.mode=R2")
+    routes = routes_of(worker, batch)
+    update(worker, batch, routed_experts=routes)
+    routing, used = TopKRouter.routing, {}
+
+    def watched(self, *args, **kwargs):
+        probabilities, chosen = routing(self, *args, **kwargs)
+        if torch.is_grad_enabled():
+            used.setdefault(self.layer_number, []).append(chosen.nonzero()[:, 1].view(len(chosen), -1))
+        return probabilities, chosen
+
+    TopKRouter.routing = watched
+    update(worker, batch, routed_experts=routes)
+    TopKRouter.routing = routing
+    replayed = [torch.cat(parts) for _, parts in sorted(used.items())]
+    pairs = list(zip(by_layer(routes), replayed, by_layer(routes_of(worker, batch)), strict=True))
+    return {
+        "recorded": sum(recorded.numel() for recorded, _, _ in pairs),
+        "replayed": sum((recorded == replay).sum().item() for recorded, replay, _ in pairs),
+        "others by then": sum((recorded != native).sum().item() for recorded, _, native in pairs),
+    }
+
+
+def test_updates_take_the_routes_that_the_log_probs_took(tmp_path):
+    batch, path = make_batch(), make_checkpoint("moe", tmp_path / "moe")
+    counts = run_ranks(2, replay_in, path)
+    print(counts)
+    layers, experts = 4, 2
+    assert sum(one["recorded"] for one in counts) == batch["attention_mask"].sum() * layers * experts
+    for one in counts:
+        assert one["replayed"] == one["recorded"] and one["others by then"] > 20

@@ -24,8 +24,9 @@ def plain_kernels(module: types.ModuleType) -> None:
 
 
 @hooks.after("vllm.model_executor.layers.fused_moe.cpu_fused_moe")
-def activation_without_a_layer(module: types.ModuleType) -> None:
-    """It constructs a layer in each forward pass of an MoE, where no configuration of vLLM is set."""
+def plain_experts(module: types.ModuleType) -> None:
+    """Its grouped kernel packs the weights. Without it, each forward pass constructs a layer for the
+    activation, where no configuration of vLLM is set."""
     import torch
 
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -35,3 +36,17 @@ def activation_without_a_layer(module: types.ModuleType) -> None:
         return torch.nn.functional.silu(gate) * up
 
     module._CPU_MOE_ACT_FN[MoEActivation.SILU] = silu_and_mul
+    module.CPUFusedMOE.check_grouped_gemm = lambda self, layer: (False, "none")
+
+
+@hooks.after("vllm.model_executor.layers.fused_moe.cpu_fused_moe")
+def record_routes(module: types.ModuleType) -> None:
+    """It chooses the experts without the layer's router, which would record them (ROUTER_REPLAY=R3)."""
+    forward = module.CPUFusedMOE.forward_torch
+
+    def forward_torch(self, layer, x, weights, experts, *args):
+        if (capture := getattr(layer.router, "capture_fn", None)) is not None:
+            capture(experts)
+        return forward(self, layer, x, weights, experts, *args)
+
+    module.CPUFusedMOE.forward_torch = forward_torch

@@ -52,10 +52,11 @@ def bind_servers(module: ModuleType) -> None:
 
 @or_stop
 def load() -> None:
-    from ascend_rl.glue.cann9_1 import megatron_training
+    from ascend_rl.glue.cann9_1 import megatron_training, router_replay
 
     hooks.install()
     megatron_training.hooks.install()
+    router_replay.hooks.install()
     if os.environ.get("VERL_PLATFORM") == "cpu":
         from ascend_rl.glue.cann9_1 import cpu_platform
 
