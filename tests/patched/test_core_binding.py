@@ -12,7 +12,7 @@ import pytest
 # As if the two cores of the machine were two NUMA nodes with a device each.
 TOPOLOGY = json.dumps({"cpus": {"0": [0], "1": [1]}, "devices": {"0": 0, "1": 1}, "source": "a test"})
 RUN = """
-import contextlib, json, os, ray
+import contextlib, json, multiprocessing, os, ray
 
 
 @ray.remote(resources={"NPU": 1})
@@ -24,7 +24,7 @@ class Process:
         os.environ.update({"ASCEND_RT_VISIBLE_DEVICES": "1"} | variables)
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), [0, 1])
-        with contextlib.suppress(KeyError, ValueError):  # for want of a model, after the hook
+        with contextlib.suppress(AttributeError, KeyError, OSError, ValueError):  # without a model
             getattr(self, start)()
         return sorted({cpu for thread in os.listdir("/proc/self/task")
                        for cpu in os.sched_getaffinity(int(thread))})
@@ -42,8 +42,12 @@ class Process:
         vLLMColocateWorkerExtension.__new__(vLLMColocateWorkerExtension, local_rank=1)
 
     def engine(self):
-        from vllm.v1.engine.core import EngineCoreProc
-        EngineCoreProc.run_engine_core()
+        from ascend_rl.settings.stack import DEFAULT, NAME
+        from vllm.v1.engine.core import EngineCore, EngineCoreProc
+        if NAME == DEFAULT:
+            EngineCoreProc.run_engine_core()
+        multiprocessing.current_process().name = "EngineCore"  # as vLLM starts it
+        EngineCore(None, None, False)
 
 
 ray.init(num_cpus=2, resources={"NPU": 2}, include_dashboard=False, log_to_driver=False)
