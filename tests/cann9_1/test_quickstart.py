@@ -15,6 +15,5 @@ def test_the_tiny_qwen3_learns_addition(root, tmp_path):
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     report = json.loads((tmp_path / "run/report.json").read_text())
-    print(report)
-    assert report["reward_val_last"] >= 0.9
-    assert report["probs_diff_max"] <= 1e-5
+    assert report["val_reward"] >= 0.9
+    assert report["max_rollout_probs_diff"] <= 1e-5

@@ -50,3 +50,15 @@ def record_routes(module: types.ModuleType) -> None:
         return forward(self, layer, x, weights, experts, *args)
 
     module.CPUFusedMOE.forward_torch = forward_torch
+
+
+@hooks.after("vllm.utils.cpu_triton_utils")
+def take_the_precision(module: types.ModuleType) -> None:
+    """The kernel of the rejection sampler lacks an argument that its caller passes: no drafts on a CPU."""
+    kernel = module.sample_recovered_tokens_kernel
+    function = kernel.func
+
+    def sample(*args, USE_FP64_GUMBEL: bool = False, **kwargs):
+        function(*args, **kwargs)
+
+    kernel.func = sample

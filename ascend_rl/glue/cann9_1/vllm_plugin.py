@@ -67,7 +67,10 @@ def register() -> None:
         return
     if multiprocessing.current_process().name.startswith("EngineCore"):
         core_binding.bind("engine")
+    from ascend_rl.glue.cann9_1 import sam
+
     hooks.install()
+    sam.hooks.install()
     from vllm.platforms import current_platform
 
     if current_platform.device_type == "cpu":
