@@ -17,7 +17,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
-from sources import Project, ToolError, machine, pip_download
+from sources import Project, ToolError, machine, pip_download, stack_root
 
 ROOT = Path(__file__).resolve().parents[1]
 CHIPS = {"A2": "ascend910b3", "A3": "ascend910_9391"}  # a chip of each series
@@ -53,7 +53,7 @@ def wheels_file() -> Path:
     """
     import yaml
 
-    project = Project.load(ROOT)
+    project = Project.load(stack_root(ROOT))
     ascend, vllm_ascend = project.tables["ascend"], project.framework("vllm_ascend")
     path = ROOT / f"data/npu_wheels_{ascend['torch_npu']}_{vllm_ascend.version}.json"
     if path.exists() and path.stat().st_mtime > Path(__file__).stat().st_mtime:
@@ -103,6 +103,13 @@ def wheels_file() -> Path:
         Path(scratch, "written").write_text(json.dumps(written, indent=1))
         os.replace(Path(scratch, "written"), path)
     return path
+
+
+def sites() -> list[Path]:
+    """The software NPU on PYTHONPATH: metadata of the pinned version, where site/ has another, and site/."""
+    version = Project.load(stack_root(ROOT)).tables["ascend"]["torch_npu"]
+    own = ROOT / f"software_npu/site_{version}"
+    return [*([own] if own.is_dir() else []), ROOT / "software_npu/site"]
 
 
 if __name__ == "__main__":

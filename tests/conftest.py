@@ -125,10 +125,11 @@ def tiny(root) -> Path:
 
 @pytest.fixture(scope="session")
 def npu_ground(root):
-    """A process with vllm-ascend's runner on the software NPU, see tests/patched/npu_ground.py."""
-    if not (root / "frameworks/vllm_ascend").is_dir():
+    """A process with vllm-ascend's runner on the software NPU, see tests/npu_ground.py."""
+    from npu_ground import Ground, stack_root
+
+    if not (stack_root(root) / "frameworks/vllm_ascend").is_dir():
         pytest.skip("no vllm_ascend checkout")
-    from npu_ground import Ground
 
     with Ground() as ground:
         yield ground

@@ -262,19 +262,25 @@ def npu_all_gather_base_mm(
 
 @kernel("npu")
 def npu_moe_distribute_dispatch_v2(
-    x, expert_ids, group_ep, ep_world_size, ep_rank_id, moe_expert_num, *, expert_shard_type=0,
-    shared_expert_rank_num=0, quant_mode=0, global_bs=0, expert_token_nums_type=1, group_tp="",
-    tp_world_size=0, tp_rank_id=0,
+    x, expert_ids, group_ep, ep_world_size, ep_rank_id, moe_expert_num, *, x_active_mask=None, scales=None,
+    expert_shard_type=0, shared_expert_rank_num=0, quant_mode=0, global_bs=0, expert_token_nums_type=1,
+    group_tp="", tp_world_size=0, tp_rank_id=0,
 ):  # fmt: skip
-    """Rows for the experts of this rank, by expert, and where those end; (rank, place in its expert_ids).
+    """Rows for the experts of this rank, by expert; how many each has (type 1) or where they end (type 0);
+    (rank, place in its expert_ids). Tokens that x_active_mask leaves out go nowhere.
 
     As on a device there is always room for as many rows as can come; those that do not come are left alone.
     """
-    assert expert_shard_type == shared_expert_rank_num == quant_mode == expert_token_nums_type == 0
+    assert expert_shard_type == shared_expert_rank_num == quant_mode == 0 and scales is None
+    assert expert_token_nums_type in (0, 1)
     assert expert_ids.numel() == 0 or 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < moe_expert_num
     local = moe_expert_num // ep_world_size
     rows, experts, origins = [], [], []
-    of_ranks = [communication.all_gather(group_ep, part) for part in (x, expert_ids.long())]
+    sent = expert_ids.long()
+    if x_active_mask is not None:
+        limits.active_mask("aclnnMoeDistributeDispatchV3", x_active_mask, len(x))
+        sent = sent.masked_fill(~x_active_mask[:, None], -1)
+    of_ranks = [communication.all_gather(group_ep, part) for part in (x, sent)]
     tokens_at_most = global_bs or sum(map(len, of_ranks[0]))
     assert max(map(len, of_ranks[0])) * ep_world_size <= tokens_at_most, "global_bs is too small"
     for rank, (tokens, ids) in enumerate(zip(*of_ranks, strict=True)):
@@ -284,26 +290,34 @@ def npu_moe_distribute_dispatch_v2(
         origins.append(torch.stack((torch.full_like(place, rank), place), 1))
     experts = torch.cat(experts)
     order = experts.argsort(stable=True)
-    ends = torch.bincount(experts, minlength=local).cumsum(0)
+    counts = torch.bincount(experts, minlength=local)
+    if expert_token_nums_type == 0:
+        counts = counts.cumsum(0)
     nothing, left = x.new_zeros(0), tokens_at_most * min(local, expert_ids.shape[1]) - len(order)
     expand_x = torch.cat([torch.cat(rows)[order], training.left_alone(left, x.shape[1], dtype=x.dtype)])
-    assist_info = torch.cat([torch.cat(origins)[order], ends.new_full((left, 2), -1)])
-    return expand_x, nothing, assist_info, ends, nothing, nothing, nothing
+    assist_info = torch.cat([torch.cat(origins)[order], counts.new_full((left, 2), -1)])
+    return expand_x, nothing, assist_info, counts, nothing, nothing, nothing
 
 
 @kernel("npu")
 def npu_moe_distribute_combine_v2(
     expand_x, expert_ids, assist_info_for_combine, ep_send_counts, expert_scales, group_ep, ep_world_size,
-    ep_rank_id, moe_expert_num, *, tp_send_counts=None, expand_scales=None, group_tp="", tp_world_size=0,
-    tp_rank_id=0, expert_shard_type=0, shared_expert_rank_num=0, global_bs=0,
+    ep_rank_id, moe_expert_num, *, tp_send_counts=None, x_active_mask=None, expand_scales=None, group_tp="",
+    tp_world_size=0, tp_rank_id=0, expert_shard_type=0, shared_expert_rank_num=0, global_bs=0,
+    comm_quant_mode=0,
 ):  # fmt: skip
+    assert comm_quant_mode == 0
     output = torch.zeros(len(expert_ids), expand_x.shape[1])
     gathered = [communication.all_gather(group_ep, part) for part in (expand_x, assist_info_for_combine)]
     for rows, origins in zip(*gathered, strict=True):
         mine = origins[:, 0] == ep_rank_id
         place = origins[mine, 1]
         output.index_add_(0, place // expert_ids.shape[1], rows[mine] * expert_scales.flatten()[place, None])
-    return output.to(expand_x.dtype)
+    output = output.to(expand_x.dtype)
+    if x_active_mask is not None:
+        limits.active_mask("aclnnMoeDistributeCombineV3", x_active_mask, len(expert_ids))
+        output[~x_active_mask] = training.left_alone(1, output.shape[1], dtype=output.dtype)
+    return output
 
 
 @kernel("npu")

@@ -226,3 +226,10 @@ def paged_attention(operator, query, key_cache, value_cache, groups, heads, tabl
         used = row[: -(-length // block_size)]
         right = not len(used) or 0 <= int(used.min()) <= int(used.max()) < blocks
         check(operator, right, f"block_table names {used.tolist()}, the cache has blocks [0, {blocks})")
+
+
+def active_mask(operator: str, mask: torch.Tensor, tokens: int) -> None:
+    """Which tokens of a dispatch or combine of experts are real: the first ones."""
+    check_dtype(operator, "x_active_mask", mask, (torch.bool,))
+    check(operator, tuple(mask.shape) == (tokens,), f"x_active_mask {list(mask.shape)} is not [{tokens}]")
+    check(operator, not bool((mask[1:] & ~mask[:-1]).any()), "x_active_mask has a True behind a False")

@@ -20,13 +20,13 @@ from datetime import timedelta
 from pathlib import Path
 
 from warm import PATIENCE_S, Warm
-from wheels import wheels_file
+from wheels import sites, wheels_file
 
 from ascend_rl.process.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-SITE = ROOT / "software_npu/site"
-warm = Warm(["torch"], str(SITE))
+SITE = os.pathsep.join(map(str, sites()))
+warm = Warm(["torch"], SITE)
 
 
 def body(number: int, module: str, name: str, ranks: int, args: tuple):

@@ -223,7 +223,7 @@ def test_processes_that_share_a_die_share_its_memory(tmp_path):
     import sys
 
     environment = os.environ | {
-        "PYTHONPATH": str(SITE),
+        "PYTHONPATH": SITE,
         "SOFTWARE_NPU_MEMORY_MB": "64",
         "SOFTWARE_NPU_COUNT": "3",
         "SOFTWARE_NPU_MEMORY_FILE": str(tmp_path / "memory"),
@@ -288,7 +288,7 @@ assert seen.device == torch.device("npu:0") and seen.tolist() == [3, 4, 5] and s
 assert torch.npu.memory_allocated(0) == 0
 seen.mul_(2)
 """
-    environment = os.environ | {"PYTHONPATH": str(SITE)}
+    environment = os.environ | {"PYTHONPATH": SITE}
     command = [sys.executable, "-c", program]
     other = subprocess.run(
         command, env=environment, input=pickle.dumps(handle), capture_output=True, check=False

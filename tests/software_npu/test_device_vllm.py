@@ -38,7 +38,7 @@ print("ANSWER", json.dumps({
 def run(tiny, chip: str) -> subprocess.CompletedProcess[str]:
     """PROGRAM, with only the device and the tree on its path: vLLM has to find its platform itself."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT / "frameworks/vllm_ascend")]),
+        "PYTHONPATH": os.pathsep.join([SITE, str(ROOT / "frameworks/vllm_ascend")]),
         "SOFTWARE_NPU_WHEELS": str(wheels_file()),
         "SOFTWARE_NPU_CHIP": chip,
         "VLLM_ASCEND_ENABLE_NZ": "0",

@@ -6,6 +6,7 @@ TORCH_DEVICE_BACKEND_AUTOLOAD=0). The device itself is in csrc/ of the folder ab
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -22,7 +23,7 @@ if _given is None:
 else:
     os.environ[_AUTOLOAD] = _given
 
-__version__ = "2.8.0.post2"
+__version__ = importlib.metadata.version("torch_npu")  # the first dist-info on the path: README.md
 unsupported_dtype = [torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8]
 
 

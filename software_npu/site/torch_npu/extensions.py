@@ -8,8 +8,6 @@ compiled as ever.
 from __future__ import annotations
 
 import functools
-import importlib.machinery
-import sys
 import types
 from pathlib import Path
 
@@ -17,9 +15,9 @@ import torch
 
 from software_npu.kernels import compiled
 
+from .imports import after_import
 from .operators import for_device, with_gradient
 
-_MODULE = "torch.utils.cpp_extension"
 _library = torch.library.Library("software_npu_extension", "DEF")
 _made: dict[str, types.ModuleType] = {}
 
@@ -57,25 +55,8 @@ def replacing(load):
     return call
 
 
-class Finder:
-    """Replaces ``load`` when torch.utils.cpp_extension is imported, which takes a while."""
-
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name != _MODULE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            module.load = replacing(module.load)
-
-        spec.loader.exec_module = exec_module
-        return spec
+def replace_load(module: types.ModuleType) -> None:
+    module.load = replacing(module.load)
 
 
-if _MODULE in sys.modules:
-    sys.modules[_MODULE].load = replacing(sys.modules[_MODULE].load)
-else:
-    sys.meta_path.insert(0, Finder)
+after_import("torch.utils.cpp_extension", replace_load)

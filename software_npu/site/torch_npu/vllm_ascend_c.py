@@ -2,6 +2,7 @@
 
 With SOFTWARE_NPU_VLLM_ASCEND=1 also vllm_ascend._build_info, which compiling writes: it says the series of
 SOFTWARE_NPU_CHIP, as if vllm-ascend had been compiled for it. Else the tree's own says what that is for.
+Triton kernels that its runner launches are replaced by those of software_npu.kernels.triton.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import os
 import sys
 
 from software_npu import build
+from software_npu.kernels import triton
+
+from .imports import after_import
 
 NAME = "vllm_ascend.vllm_ascend_C"
 BUILD_INFO = "vllm_ascend._build_info"
@@ -45,3 +49,5 @@ class Finder:
 
 
 sys.meta_path.insert(0, Finder)
+for _module in triton.KERNELS:
+    after_import(_module, triton.stand_in)

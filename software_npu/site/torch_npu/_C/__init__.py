@@ -4,6 +4,7 @@ import torch
 from software_npu._C import TaskGroup as _NPUTaskGroupHandle  # noqa: F401
 
 from software_npu import _C
+from software_npu.kernels.inference import weak_ref_tensor as _weak_ref_tensor  # noqa: F401
 
 from . import _distributed_c10d  # noqa: F401
 

@@ -6,12 +6,13 @@
 
 Each job is forked from the process, so it starts at once with fresh state. The device is software_npu/, of
 the series that the tree is compiled for; vLLM finds vllm-ascend by itself. ``generate`` is the job that most
-tests need. VLLM_ASCEND_TREE selects another tree than frameworks/vllm_ascend. The process is itself a fork
-where PyTorch has the software NPU (test_left_out.py).
+tests need. VLLM_ASCEND_TREE selects another tree than the stack's frameworks/vllm_ascend. The process is
+itself a fork where PyTorch has the software NPU (test_left_out.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib.util
@@ -23,12 +24,12 @@ import traceback
 from pathlib import Path
 
 from warm import PATIENCE_S, Warm
-from wheels import CHIPS, wheels_file
+from wheels import CHIPS, sites, stack_root, wheels_file
 
 from ascend_rl.host.npu_tools import built_for
 from ascend_rl.process.ports import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 WEIGHT_SYNC = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"  # worker_extension_cls
 
 
@@ -36,16 +37,21 @@ class Ground:
     """The process; use it as a context manager."""
 
     def __enter__(self) -> Ground:
-        tree = os.environ.get("VLLM_ASCEND_TREE", ROOT / "frameworks/vllm_ascend")
-        own = [ROOT, ROOT / "tests/patched", ROOT / "tests"]  # tests/ has files of the same names
-        path = [ROOT / "software_npu/site", os.environ.get("PYTHONPATH"), tree, *own]
+        tree = os.environ.get("VLLM_ASCEND_TREE", stack_root(ROOT) / "frameworks/vllm_ascend")
+        built = built_for(Path(tree, "vllm_ascend"))
+        uncompiled = not built and any(Path(tree).glob("vllm_ascend-*.dist-info"))  # as in a rehearsal
+        tests = ROOT / "tests" / ("patched" if stack_root(ROOT) == ROOT else "cann9_1")
+        own = [ROOT, tests, ROOT / "tests"]  # tests/ has files of the same names
+        path = [*sites(), os.environ.get("PYTHONPATH"), tree, *own]
         self.warm = Warm(
             ["npu_ground:prepare"],
             os.pathsep.join(map(str, filter(None, path))),
             like="torch_npu",
             SOFTWARE_NPU_WHEELS=str(wheels_file()),
-            SOFTWARE_NPU_CHIP=CHIPS[built_for(Path(tree, "vllm_ascend")) or "A3"],
+            SOFTWARE_NPU_CHIP=CHIPS[built or "A3"],
+            SOFTWARE_NPU_VLLM_ASCEND=str(int(uncompiled)),
             VLLM_ASCEND_ENABLE_NZ="0",
+            VLLM_USE_AOT_COMPILE="0",  # vLLM 0.23 wants torch.compile for it, which is off
         )
         return self
 
@@ -85,8 +91,11 @@ def prepare() -> None:
 
     import vllm.compilation.backends  # and with it torch._inductor, of engines with graphs
     import vllm.entrypoints.llm
-    from vllm_ascend.quantization.compressed_tensors import compressed_tensors  # noqa: F401
     from vllm_ascend.worker import worker  # noqa: F401
+
+    for name in ("compressed_tensors.compressed_tensors", "compressed_tensors_config"):  # of 0.13, of 0.23
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(f"vllm_ascend.quantization.{name}")
 
     faulthandler.enable()
     gc.unfreeze = lambda: None  # an engine collects garbage often while it starts; imports stay frozen
