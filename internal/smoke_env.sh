@@ -4,7 +4,7 @@
 
 # smoke_environment ARGUMENTS...: export it, for a launcher with these arguments. Called with SMOKE=1.
 smoke_environment() {
-    local script
+    local script npu
     for script in "$@"; do
         if [ -f "$script" ] && grep -q '^recipe ' "$script" && ! importable mindspeed &&
             DRY_RUN=1 bash "$script" 2>/dev/null | grep -q 'actor.strategy=megatron'; then
@@ -16,7 +16,7 @@ If $(python3 "$ROOT/patches/sources.py" get mindspeed url) cannot be reached, na
     done
     # One thread each: a tiny model gains nothing from more. Compiling it takes longer than running it.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" NUMBA_NUM_THREADS="${NUMBA_NUM_THREADS:-1}"
-    export TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"
+    export TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}" VLLM_USE_AOT_COMPILE="${VLLM_USE_AOT_COMPILE:-0}"
     # vLLM's workers wait in a loop: eight of them leave little of two cores to those that compute.
     export VLLM_SLEEP_WHEN_IDLE="${VLLM_SLEEP_WHEN_IDLE:-1}" ROLLOUT_SPIN_S="${ROLLOUT_SPIN_S:-0.002}"
     # No hub, no telemetry, no colours in logs.
@@ -35,8 +35,10 @@ If $(python3 "$ROOT/patches/sources.py" get mindspeed url) cannot be reached, na
         SOFTWARE_NPU_WHEELS="$(python "$ROOT/patches/npu_wheels.py")" || die "the rehearsal needs the pinned torch_npu's schemas"
         python -m software_npu.build >/dev/null || die "the rehearsal needs the software NPU"
         export SOFTWARE_NPU_WHEELS PYTHONPATH
+        npu="$ROOT/software_npu/site_$(python3 "$ROOT/patches/sources.py" get ascend torch_npu)" # metadata of another version
+        if [ -d "$npu" ]; then npu+=:; else npu=; fi
         # torch, too, is the CPU's: on_npu gives Megatron what it needs of torch 2.8 to save checkpoints.
-        PYTHONPATH="$ROOT/software_npu/site:$ROOT/tests/stubs/on_npu:$STACK_DIR/frameworks/vllm_ascend${PYTHONPATH:+:$PYTHONPATH}"
+        PYTHONPATH="$npu$ROOT/software_npu/site:$ROOT/tests/stubs/on_npu:$STACK_DIR/frameworks/vllm_ascend${PYTHONPATH:+:$PYTHONPATH}"
         export PATH="$ROOT/software_npu/node/bin:$PATH" ASCEND_HOME_PATH="$ROOT/software_npu/node/cann"
         export ATB_HOME_PATH="$ROOT/software_npu/node/atb"
     fi

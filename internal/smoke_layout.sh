@@ -108,7 +108,7 @@ smoke_float32() {
         SMOKE_SIZES+=(actor_rollout_ref.actor.megatron.dtype=float32 actor_rollout_ref.ref.megatron.dtype=float32)
         if [ "$(setting "$t.swap_optimizer")" = True ]; then SMOKE_SIZES+=("~$t.swap_optimizer"); fi
     else
-        SMOKE_SIZES+=(actor_rollout_ref.actor.fsdp_config.dtype=float32)
+        SMOKE_SIZES+=(actor_rollout_ref.actor.fsdp_config.dtype=float32 ${FSDP_FLOAT32:+"$FSDP_FLOAT32"})
     fi
 }
 
