@@ -174,3 +174,37 @@ def test_ngram_drafts_in_graphs(npu_ground, models, prompts):
     assert_equal_to_hugging_face(run, models["dense"], prompts)
     assert run["drafted"] > run["accepted"] > 0
     assert run["captured"] > 0 and 0 < run["graphs"]["replays"] < STEPS - 1
+
+
+def test_sam_drafts_in_graphs(npu_ground, models, prompts):
+    """Method custom_class with the suffix automaton."""
+    method = {"method": "custom_class", "model": "ascend_rl.glue.cann9_1.sam.SamDrafter"}
+    options = GRAPHS | {"speculative_config": method | {"num_speculative_tokens": DRAFT_TOKENS}}
+    run = npu_ground.run(decode, str(models["dense"]), prompts, options)
+    assert_equal_to_hugging_face(run, models["dense"], prompts)
+    assert run["drafted"] > run["accepted"] > 0
+    assert run["captured"] > 0 and 0 < run["graphs"]["replays"]
+
+
+def sample(path: str, prompts: list[list[int]], mode: str) -> dict:
+    """A job: one token each at temperature 0.5, and its log-prob."""
+    from vllm import SamplingParams
+
+    engine = Engine(path, logprobs_mode=mode)
+    sampling = SamplingParams(temperature=0.5, max_tokens=1, seed=7, logprobs=0)
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = [output.outputs[0] for output in engine.llm.generate(requests, sampling, use_tqdm=False)]
+    return [[o.token_ids[0], o.logprobs[0][o.token_ids[0]].logprob] for o in outputs]
+
+
+@pytest.mark.parametrize("mode,temperature", [("processed_logprobs", 0.5), ("raw_logprobs", 1)])
+def test_log_probs_are_those_that_were_asked_for(npu_ground, models, prompts, mode, temperature):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32)
+    for prompt, (token, found) in zip(
+        prompts, npu_ground.run(sample, str(models["dense"]), prompts, mode), strict=True
+    ):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt])).logits[0, -1] / temperature
+        assert abs(logits.log_softmax(-1)[token].item() - found) < CLOSE
