@@ -39,7 +39,7 @@ def test_every_hook_and_plugin_is_listed():
                 found.add(node.name)
     table = PAGE.partition("| feature |")[2].partition("Not ported")[0]
     named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[-2:][0])}
-    assert found <= named and named - found <= {"register", "mixed_precision"}
+    assert found <= named and named - found <= {"SamDrafter", "custom_class", "mixed_precision", "register"}
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "build_project.sh", "run_tests.sh"])
@@ -59,30 +59,29 @@ def test_the_tool_of_patches_refuses_it_too():
 
 
 def test_a_recipe_says_the_same_to_both_stacks_but_for_what_is_listed():
-    """Keys that verl 0.9.1 lacks are gone, FSDP is FSDP2, and the storage of a step is one process."""
+    """Keys that verl 0.9.1 lacks are gone, FSDP is FSDP2, SAM a custom class; one process stores a step."""
 
-    def arguments(stack: str) -> set[str]:
+    def arguments(stack: str, **variables: str) -> set[str] | str:
         script = """
 . internal/common.sh
 . <(sed -n '/^settle()/,/^# What the layouts need/p' internal/recipe.sh)
 ARGS=(actor_rollout_ref.actor.strategy=fsdp actor_rollout_ref.ref.load_weight=True a.b=1
-      actor_rollout_ref.actor.whole_batch_loss=True actor_rollout_ref.ref.megatron.grad_offload=True)
+      actor_rollout_ref.actor.whole_batch_loss=True actor_rollout_ref.ref.megatron.grad_offload=True
+      +x.speculative_config.method=sam actor_rollout_ref.rollout.data_rebalance=True)
 [ ! -f "$STACK_DIR/recipe.sh" ] || { . "$STACK_DIR/recipe.sh"; stack; }
 settle
 printf '%s\n' "${ARGS[@]}"
 """
-        command = ["bash", "-c", script]
-        env = os.environ | {"STACK": stack}
-        return set(
-            subprocess.run(
-                command, env=env, cwd=ROOT, check=True, capture_output=True, text=True
-            ).stdout.split()
-        )
+        env = os.environ | {"STACK": stack} | variables
+        result = subprocess.run(["bash", "-c", script], env=env, cwd=ROOT, capture_output=True, text=True)
+        return set(result.stdout.split()) if result.returncode == 0 else result.stderr
 
-    first, second = arguments("cann8.5"), arguments("cann9.1")
-    assert len(first) == 5
-    assert second == {
+    assert len(arguments("cann8.5", USE_HDP="1")) == 7
+    assert arguments("cann9.1", USE_HDP="0") == {
         "actor_rollout_ref.actor.strategy=fsdp2",
         "a.b=1",
+        "+x.speculative_config.method=custom_class",
+        "+x.speculative_config.model=ascend_rl.glue.cann9_1.sam.SamDrafter",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     }
+    assert "USE_HDP=1: STACK=cann9.1 does not have this feature yet" in arguments("cann9.1", USE_HDP="1")
