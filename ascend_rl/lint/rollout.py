@@ -9,6 +9,7 @@ from ascend_rl.experts import support_eplb
 from ascend_rl.lint import switches
 from ascend_rl.lint.setup import ROLLOUT, VLLM, Setup, rule
 from ascend_rl.rollout import npu_options
+from ascend_rl.settings import stack
 from ascend_rl.speculation import sam_options
 
 
@@ -333,5 +334,5 @@ def log_probs_needed(s):
 )
 def routing_replay(s):
     key = f"{ROLLOUT}.enable_rollout_routing_replay"
-    if s.get(f"{ROLLOUT}.name") == "vllm" and s.get(key):
+    if stack.NAME == stack.DEFAULT and s.get(f"{ROLLOUT}.name") == "vllm" and s.get(key):
         yield key, "True, with vLLM 0.13.0"
