@@ -70,6 +70,12 @@ def test_a_dense_model_may_leave_out_what_is_for_experts():
     assert Model.from_config(MOE | {"head_dim": None}).head_dim == 4096 // 64
 
 
+def test_transformers_5_calls_experts_local_ones():
+    config = dict(PUBLISHED["qwen3-30b-a3b"])
+    config["num_local_experts"] = config.pop("num_experts")
+    assert Model.from_config(config, "qwen3-30b-a3b") == Model.named("qwen3-30b-a3b")
+
+
 def test_of_any_kind_heads_layers_and_experts_are_read():
     config = {key: value for key, value in MOE.items() if key not in ("num_experts", "num_key_value_heads")}
     model = Model.from_config(config | {"model_type": "deepseek_v3", "n_routed_experts": 256}, kinds=())

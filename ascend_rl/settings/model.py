@@ -159,6 +159,8 @@ class Model:
         kind = config.get("model_type")
         if kinds and kind not in kinds:
             raise CannotWork(f"{name}: model_type '{kind}' is not supported, only {', '.join(kinds)}")
+        if kind == "qwen3_moe" and "num_local_experts" in config:  # saved by transformers 5
+            config = {"num_experts": config["num_local_experts"]} | config
         expert_key = next((key for key in ("num_experts", "n_routed_experts") if config.get(key)), None)
         moe = kind == "qwen3_moe" or (kind not in QWEN and expert_key is not None)
         some_dense = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1

@@ -211,7 +211,7 @@ def other_engine(checkpoint: str, strategy: str, ranks: int) -> str:
     actor, saved = Path(checkpoint, "actor"), ""
     with contextlib.suppress(OSError, ValueError, KeyError):
         saved = f"FSDP on {json.loads((actor / 'fsdp_config.json').read_text())['world_size']} dies"
-    if not saved and (actor / "dist_ckpt").is_dir():
+    if not saved and any((actor / name).is_dir() for name in ("dist_ckpt", "optimizer")):  # verl 0.7.1, 0.9.1
         saved = "Megatron"
     wanted = "Megatron" if strategy == "megatron" else f"FSDP on {ranks} dies"
     return "" if saved in ("", wanted) else f"{saved} saved it, this run trains with {wanted}"

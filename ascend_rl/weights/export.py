@@ -3,7 +3,8 @@
     python -m ascend_rl.export outputs/gspo_qwen3_32b --out Qwen3-32B-gspo
 
 What verl leaves in global_step_N/actor differs: FSDP shards (`fsdp`), a Megatron distributed checkpoint in
-dist_ckpt (`torch_dist`, whatever the layout of the experts), or, with mbridge, safetensors in huggingface/.
+dist_ckpt (`torch_dist`, whatever the layout of the experts), or, with mbridge, safetensors in huggingface/;
+verl 0.9.1 has Megatron's two in model/.
 Each is a `Source` of tensors by Hugging Face's names; `converter.write_hf` writes any of them. Names and
 shapes are compared with config.json before anything is written, and every value is read back from both sides
 before the output appears, by one rename. A killed export is continued by the same command (`journal`).
@@ -33,6 +34,11 @@ from ascend_rl.weights.torch_dist import ITEMSIZE, Checkpoint
 EMBEDDING = "embedding.word_embeddings.weight"  # a Megatron checkpoint of weights has it
 
 
+def of_model(actor: Path) -> Path:
+    """Where the weights are apart from the optimizer's states, in verl 0.9.1's checkpoints of Megatron."""
+    return actor / "model" if (actor / "model").is_dir() else actor
+
+
 def find(directory: Path, step: int | None = None) -> Path:
     """The actor's checkpoint in ``directory``: of a run, of its checkpoints, of one of them, or itself.
 
@@ -43,7 +49,7 @@ def find(directory: Path, step: int | None = None) -> Path:
         CannotWork: there is no checkpoint, or not that one.
     """
     directory = directory.absolute()
-    if directory.name == "actor" or (directory / "huggingface").is_dir():
+    if directory.name == "actor" or (of_model(directory) / "huggingface").is_dir():
         return directory
     if step_of(directory) >= 0:
         return directory / "actor"
@@ -71,14 +77,15 @@ def open_weights(actor: Path, model: Model) -> tuple[Source, str]:
             converter.check_hf(model, shards)
             stack.pop_all()
         return shards, f"FSDP shards of {shards.world_size} ranks"
-    if (actor / "dist_ckpt/metadata.json").exists():
-        checkpoint = Checkpoint(actor / "dist_ckpt")
+    weights = of_model(actor)
+    if (weights / "dist_ckpt/metadata.json").exists():
+        checkpoint = Checkpoint(weights / "dist_ckpt")
         if EMBEDDING in checkpoint.tensors:
             converter.check_checkpoint(model, checkpoint)
             return converter.MegatronWeights(model, checkpoint), "Megatron checkpoint"
         checkpoint.close()
-    if list((actor / "huggingface").glob("*.safetensors")):
-        source = Safetensors(actor / "huggingface")
+    if list((weights / "huggingface").glob("*.safetensors")):
+        source = Safetensors(weights / "huggingface")
         converter.check_hf(model, source)
         return source, "safetensors of mbridge"
     raise CannotWork(
@@ -91,7 +98,7 @@ def export(actor: Path, out: Path, options: converter.Options, hf_path: Path | N
     """Write the weights of ``actor`` to ``out``; returns what was done, in a sentence.
 
     Args:
-        hf_path: where config.json and the tokenizer are, if not in ``actor``/huggingface.
+        hf_path: where config.json and the tokenizer are, if not in huggingface/ of the checkpoint.
 
     Raises:
         CannotWork: something is missing or does not fit; or ``out`` exists.
@@ -99,7 +106,9 @@ def export(actor: Path, out: Path, options: converter.Options, hf_path: Path | N
     if not actor.is_dir():
         raise CannotWork(f"{actor} does not exist; give a complete checkpoint")
     place_of(out, [actor.parent if step_of(actor.parent) >= 0 else actor])  # else it goes with the checkpoint
-    hf_path = hf_path or actor / "huggingface"
+    hf_path = hf_path or of_model(actor) / "huggingface"
+    if not (hf_path / "config.json").exists():  # verl 0.9.1 writes it only beside Hugging Face's weights
+        raise CannotWork(f"{hf_path} has no config.json; give the directory of the model with --hf")
     model = read_model(hf_path)
     source, kind = open_weights(actor, model)
     with contextlib.closing(source):
