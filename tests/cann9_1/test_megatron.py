@@ -18,6 +18,9 @@ from megatron_tiny import (
 from ranks import run_ranks
 from test_megatron_actor import OVERRIDES, UPDATES, reference
 
+from ascend_rl.weights.converter import Options
+from ascend_rl.weights.export import export
+
 LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout("moe", ep=2), Layout("moe", tp=2, ep=2)]
 RESUMED = (Layout(pp=2), Layout("moe", ep=2))
 
@@ -102,9 +105,13 @@ def learn_in(rank: int, layouts: list[Layout], paths: dict, directory) -> list[d
             "weights": as_numpy(exported(worker)),
         }
         if layout in RESUMED:
-            result["resumed"] = resumes(worker, batch, directory / str(layout).replace(" ", "_"))
+            result["resumed"] = resumes(worker, batch, saved_in(directory, layout))
         results.append(result)
     return results
+
+
+def saved_in(directory, layout: Layout):
+    return directory / str(layout).replace(" ", "_") / f"global_step_{UPDATES}/actor"
 
 
 def as_numpy(weights: dict[str, torch.Tensor]) -> dict:
@@ -162,6 +169,10 @@ def test_every_layout_computes_learns_and_resumes(tmp_path):
             assert result["norms"] in ([None] * UPDATES, pytest.approx(norms, rel=1e-5)), where
             assert worst < 5e-6, where
             assert all(result.get("resumed", {}).values()), (where, result["resumed"])
+            if layout in RESUMED and rank == 0:
+                out = tmp_path / f"{layout} exported"
+                export(saved_in(tmp_path, layout), out, Options(dtype=None, verify=True, quiet=True))
+                assert all(torch.equal(weights[name], tensor) for name, tensor in on_disk(out).items()), where
         assert any(results[number]["norms"][0] for results in ranks), layout
 
 
@@ -201,6 +212,28 @@ def replay_in(rank: int, path) -> dict:
         "replayed": sum((recorded == replay).sum().item() for recorded, replay, _ in pairs),
         "others by then": sum((recorded != native).sum().item() for recorded, _, native in pairs),
     }
+
+
+def refused_in(rank: int, path) -> list[str]:
+    """What R3 says to a rollout's routes that are all zero, and to the same with one that is not."""
+    worker = make_worker(Layout("moe", ep=2), path, "actor_rollout_ref.actor.megatron.router_replay.mode=R3")
+    said = []
+    for routes in (torch.zeros, torch.ones):
+        data = own_share(worker, make_batch(), calculate_entropy=False, compute_loss=False)
+        tokens = data["input_ids"]
+        chosen = routes(len(tokens.values()), 4, 2, dtype=torch.int16) * torch.arange(2, dtype=torch.int16)
+        data["routed_experts"] = torch.nested.nested_tensor_from_jagged(chosen, offsets=tokens.offsets())
+        try:
+            worker.compute_log_prob(data)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_rollout_without_routes_is_refused_in_the_first_pass(tmp_path):
+    for zeros, routes in run_ranks(2, refused_in, make_checkpoint("moe", tmp_path / "moe")):
+        assert "use ROUTER_REPLAY=R2" in zeros and routes == ""
 
 
 def test_updates_take_the_routes_that_the_log_probs_took(tmp_path):

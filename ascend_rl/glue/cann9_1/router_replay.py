@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import types
 
-from ascend_rl.glue.cann9_1.hooks import Hooks
+from ascend_rl.glue.cann9_1.hooks import Hooks, first
 
 hooks = Hooks()
 
 
-def need_routes(routes):
-    """The routes of a response: [tokens, layers, experts of a token].
-
-    Raises:
-        ValueError: there are none, or all are zero: the engine recorded none, and the update would send every
-            token to expert 0.
-    """
-    if routes is None or not routes.any():
-        raise ValueError(
-            "ROUTER_REPLAY=R3: the rollout returned no routes, or expert 0 for everything: this version of "
-            "vLLM or vllm-ascend does not record them; use ROUTER_REPLAY=R2"
-        )
-    return routes
-
-
-@hooks.after("verl.workers.rollout.vllm_rollout.vllm_async_server")
+@hooks.after("verl.workers.engine.megatron.transformer_impl")
 def refuse_empty_routes(module: types.ModuleType) -> None:
-    """In the first response already."""
-    generate = module.vLLMHttpServer.generate
+    """In the first pass. An engine that records no routes returns zeros: every token would go to expert 0."""
 
-    @functools.wraps(generate)
-    async def checked(self, *args, **kwargs):
-        output = await generate(self, *args, **kwargs)
-        if self.config.enable_rollout_routing_replay and len(output.token_ids):
-            need_routes(output.routed_experts)
-        return output
+    def check(engine, data, *args, **kwargs) -> None:
+        routes = data.get("routed_experts", None)
+        if engine.engine_config.router_replay.mode != "R3" or routes is None:  # without any, verl stops
+            return
+        mask = data["response_mask"]
+        only_padding = not (mask.values() if mask.is_nested else mask).any()
+        if not routes.values().any() and not only_padding:
+            raise ValueError(
+                "ROUTER_REPLAY=R3: all routes of the rollout are expert 0: this version of vLLM or "
+                "vllm-ascend does not record them; use ROUTER_REPLAY=R2"
+            )
 
-    module.vLLMHttpServer.generate = checked
+    first(module.MegatronEngine, "forward_backward_batch", check)
