@@ -12,6 +12,8 @@
 #   --nproc N   trainer workers, each with its own vLLM server (default 1)
 #   --evaluate  save, export and evaluate the model too, before and after: avg@4 and pass@4 (about 30 s more)
 #
+# STACK=cann9.1 bash quickstart.sh does the same with verl 0.9.1 and vLLM 0.23 (docs/stacks.md), with Python 3.12.
+#
 # Ends with a table, OUTPUT_DIR/report.json and OUTPUT_DIR/report.png. Ctrl-C stops everything.
 # Succeeds if, after 80 steps or more, the reward is at least 0.8 in training and on held-out prompts, and rollout and
 # trainer probabilities always agreed (within 5e-5; rounding alone can reach 1e-5 for single tokens).

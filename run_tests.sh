@@ -6,7 +6,7 @@
 #           bash run_tests.sh --all --durations                # everything, with timings
 #           bash run_tests.sh tests/test_gspo.py -x            # pytest with these arguments and no others
 # Writes:   .venv/, frameworks/, data/
-# Hardware: 2 cores, 12 GiB (--all: 20), 12 GB of disk, Linux with Python 3.11; no accelerator
+# Hardware: 2 cores, 12 GiB (--all: 20), 12 GB of disk (--all: 24), Linux with Python 3.11 (--all: also 3.12)
 # Duration: about 15 minutes; with --all about 45
 #
 #   --all        also runs the tests marked long, proves that each patch is needed, and then runs those of the second

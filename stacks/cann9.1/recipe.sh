@@ -20,7 +20,7 @@ stack() {
     local argument name kept=()
     for name in $NOT_PORTED; do
         [[ "${!name:-0}" =~ ^(0|[Ff]alse|FALSE)$ ]] ||
-            die "$name=${!name}: STACK=$STACK does not have this feature yet (docs/stacks.md); unset it"
+            die "$name=${!name}: STACK=$STACK does not have this feature yet (docs/stacks.md); set it to 0"
     done
     for argument in "${ARGS[@]}"; do
         name="${argument%%=*}"
