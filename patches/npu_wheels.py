@@ -105,10 +105,14 @@ def wheels_file() -> Path:
     return path
 
 
+def pinned() -> str:
+    """The version of torch_npu."""
+    return Project.load(stack_root(ROOT)).tables["ascend"]["torch_npu"]
+
+
 def sites() -> list[Path]:
     """The software NPU on PYTHONPATH: metadata of the pinned version, where site/ has another, and site/."""
-    version = Project.load(stack_root(ROOT)).tables["ascend"]["torch_npu"]
-    own = ROOT / f"software_npu/site_{version}"
+    own = ROOT / f"software_npu/site_{pinned()}"
     return [*([own] if own.is_dir() else []), ROOT / "software_npu/site"]
 
 

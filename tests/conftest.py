@@ -35,7 +35,10 @@ TOGETHER = {
 CPU_S = pytest.StashKey[float]()
 # Of another stack its own folder, and the files that both stacks run. The default one runs all other tests.
 FOLDERS = {"cann9.1": "cann9_1"}
-BOTH = ("patched/test_core_binding.py", "patched/test_disable_gc.py", "patched/test_gspo.py")
+BOTH = (
+    "patched/test_core_binding.py", "patched/test_disable_gc.py", "patched/test_gspo.py",
+    "software_npu/test_device_operators.py", "software_npu/test_device_streams.py",
+)  # fmt: skip
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12
 
 # Also with PYTHONDONTWRITEBYTECODE: compiling its tests is much of what pytest does before the first one.

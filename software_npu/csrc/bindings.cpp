@@ -56,6 +56,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     npu::Clock clock;
   };
   py::class_<HostClock>(m, "HostClock");
+  m.def("elapsed_ms", [](uintptr_t begin, uintptr_t end) {
+    const auto time = reinterpret_cast<npu::Event*>(end)->time - reinterpret_cast<npu::Event*>(begin)->time;
+    return std::chrono::duration<double, std::milli>(time).count();
+  });
   m.def("races_refused", &npu::races_refused);
   m.def("host_clock", [] { return HostClock{npu::host_clock()}; });
   m.def("host_waits", [](const HostClock& other) { npu::host_waits(other.clock); });

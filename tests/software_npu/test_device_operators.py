@@ -406,3 +406,74 @@ def test_compiled_update_of_a_ring(layout):
     both = [torch.cat([x[0, :3], x[1, :3], x[0, 3:], x[1, 3:]]) for x in (keys, values)]
     for mine, wanted in zip(got, attention(*both, [6, 14]), strict=False):
         torch.testing.assert_close(mine, wanted)
+
+
+@on_npu(ranks=2)
+def test_masked_tokens_are_not_dispatched(rank):
+    """And of the combined rows theirs are left alone; real tokens come first."""
+    import torch_npu
+
+    backend = torch.distributed.group.WORLD._get_backend(torch.device("npu"))
+    group = {"group_ep": backend.get_hccl_comm_name(rank), "ep_world_size": 2, "ep_rank_id": rank}
+    x = (singles(3, 4) + rank).npu()
+    experts = torch.tensor([[0, 2], [3, 1], [0, 1]], dtype=torch.int32).npu()
+    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).npu()
+    all_three = [2, 2] if rank == 0 else [1, 1]
+    for mask, expected in (([True, True, False], [1, 1]), ([True, True, True], all_three)):
+        active = torch.tensor(mask).npu()
+        rows, _, origins, counts, sent, *_ = torch_npu.npu_moe_distribute_dispatch_v2(
+            x, experts, **group, moe_expert_num=4, x_active_mask=active, expert_token_nums_type=1
+        )
+        assert counts.tolist() == [2 * n for n in expected]  # both ranks send the same
+        ends = torch_npu.npu_moe_distribute_dispatch_v2(
+            x, experts, **group, moe_expert_num=4, x_active_mask=active, expert_token_nums_type=0
+        )[3]
+        assert ends.tolist() == counts.cumsum(0).tolist()
+        output = torch_npu.npu_moe_distribute_combine_v2(
+            rows, experts, origins, sent, scales, **group, moe_expert_num=4, x_active_mask=active
+        )
+        wanted = x.cpu() * scales.sum(1, keepdim=True).cpu()
+        wanted[~torch.tensor(mask)] = 12345
+        torch.testing.assert_close(output.cpu(), wanted)
+    with pytest.raises(RuntimeError, match="x_active_mask has a True behind a False"):
+        torch_npu.npu_moe_distribute_dispatch_v2(
+            x, experts, **group, moe_expert_num=4, x_active_mask=torch.tensor([True, False, True]).npu()
+        )
+
+
+@on_npu()
+@pytest.mark.parametrize("ranks, interleave", [(1, 1), (2, 1), (2, 4)])
+def test_slots_of_tokens_are_those_of_the_triton_kernel(ranks, interleave):
+    """Token by token: the page of a request that holds a position, and the place in it, on each rank."""
+    from software_npu.kernels import triton
+
+    launch = triton.KERNELS["vllm.v1.worker.block_table"]["_compute_slot_mapping_kernel"]
+    starts, page, padding = [0, 3, 3, 8], 4, -1
+    positions = [0, 1, 2, 5, 6, 7, 8, 9]
+    table = [[7, 3, 5], [1, 2, 4], [6, 0, 8]]
+    for rank in range(ranks):
+        wanted = []
+        for request in range(3):
+            for position in positions[starts[request] : starts[request + 1]]:
+                block, within = divmod(position, page * ranks)
+                turn, place = divmod(within, interleave)
+                own = turn % ranks == rank
+                place += turn // ranks * interleave
+                wanted.append(table[request][block] * page + place if own else padding)
+        slots = torch.full((10,), 99).npu()
+        launch[(4,)](
+            8, 10, torch.tensor(starts, dtype=torch.int32).npu(), torch.tensor(positions).npu(),
+            torch.tensor(table, dtype=torch.int32).npu(), 3, page, slots, TOTAL_CP_WORLD_SIZE=ranks,
+            TOTAL_CP_RANK=rank, CP_KV_CACHE_INTERLEAVE_SIZE=interleave, PAD_ID=padding, BLOCK_SIZE=1024,
+        )  # fmt: skip
+        assert slots.tolist() == [*wanted, padding, padding]
+
+
+@on_npu()
+def test_the_version_is_that_of_the_lock():
+    import importlib.metadata
+
+    import torch_npu
+    from wheels import pinned
+
+    assert torch_npu.__version__ == importlib.metadata.version("torch-npu") == pinned()

@@ -94,15 +94,25 @@ class Event(torch.Event):
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **kwargs
     ):
-        return super().__new__(
+        event = super().__new__(
             cls, "npu", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
         )
+        event.timed = enable_timing
+        return event
 
     def record(self, stream: Stream | None = None) -> None:
         super().record(current_stream() if stream is None else stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         super().wait(current_stream() if stream is None else stream)
+
+    def elapsed_time(self, other: Event) -> float:
+        """torch.Event's own takes no event of a subclass since torch 2.11."""
+        if not (self.timed and other.timed):
+            raise ValueError("both events must be created with enable_timing=True")
+        if not (self.event_id and other.event_id):
+            raise ValueError("both events must be recorded before the time between them is taken")
+        return _C.elapsed_ms(self.event_id, other.event_id)
 
 
 class ExternalEvent:
