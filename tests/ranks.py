@@ -32,7 +32,7 @@ def warm(path: str) -> Warm:
         _newest.pop().stop()
     if not _newest:
         # The worker first: it imports MindSpeed, if that is on the path, before Megatron.
-        worker = "megatron_workers" if stack.NAME == stack.DEFAULT else "engine_workers"
+        worker = "megatron_workers" if stack.NAME == stack.DEFAULT else "engine"
         modules = [f"verl.workers.{worker}", "verl.models.mcore", "megatron_defaults"]
         _newest.append(Warm(modules, path))
     return _newest[0]
