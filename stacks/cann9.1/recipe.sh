@@ -42,6 +42,8 @@ stack() {
         ARGS+=(actor_rollout_ref.actor.strategy=fsdp2)
         if [ "$(setting actor_rollout_ref.actor.fsdp_config.dtype)" = float32 ]; then ARGS+=("$FSDP_FLOAT32"); fi
     elif [ "$(setting actor_rollout_ref.actor.strategy)" = megatron ]; then
+        [ "$(setting actor_rollout_ref.actor.megatron.use_mbridge)" != False ] ||
+            die "STACK=$STACK does not have this recipe yet: it sets use_mbridge=False, which verl 0.9.1 refuses"
         # Megatron-Bridge, the default, wants transformers < 5.
         ARGS+=(actor_rollout_ref.actor.megatron.vanilla_mbridge=True)
     fi
