@@ -61,16 +61,50 @@ def read_logprobs_mode(module: ModuleType) -> None:
     runner.__init__ = __init__
 
 
+# `sam` compiles when it is imported: only where it is asked for.
+SAM = "ascend_rl.glue.cann9_1.sam"
+
+
+@hooks.after("vllm.v1.worker.gpu_model_runner")
+def give_the_runner(module: ModuleType) -> None:
+    start = module.GPUModelRunner.__init__
+
+    def __init__(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        drafter = getattr(self, "drafter", None)
+        if type(drafter).__module__ == SAM:
+            drafter.runner = self
+
+    module.GPUModelRunner.__init__ = __init__
+
+
+@hooks.after("vllm_ascend.worker.model_runner_v1")
+def know_the_method(module: ModuleType) -> None:
+    """vllm-ascend's factory refuses custom_class, and its runner goes by the type of the drafter."""
+    known = module.get_spec_decode_method
+
+    def get_spec_decode_method(method, vllm_config, device, runner):
+        if method != "custom_class" or vllm_config.speculative_config.model != f"{SAM}.SamDrafter":
+            return known(method, vllm_config, device, runner)
+        from ascend_rl.glue.cann9_1.sam import SamDrafter
+
+        class NpuSamDrafter(SamDrafter, module.AscendNgramProposer):  # the branch that takes and gives lists
+            pass
+
+        drafter = NpuSamDrafter(vllm_config)
+        drafter.runner = runner
+        return drafter
+
+    module.get_spec_decode_method = get_spec_decode_method
+
+
 @or_stop
 def register() -> None:
     if not version_is("vllm", "0.23"):
         return
     if multiprocessing.current_process().name.startswith("EngineCore"):
         core_binding.bind("engine")
-    from ascend_rl.glue.cann9_1 import sam
-
     hooks.install()
-    sam.hooks.install()
     from vllm.platforms import current_platform
 
     if current_platform.device_type == "cpu":
