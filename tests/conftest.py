@@ -127,11 +127,11 @@ def tiny(root) -> Path:
 
 
 @pytest.fixture(scope="session")
-def npu_ground(root):
+def npu_ground(frameworks):
     """A process with vllm-ascend's runner on the software NPU, see tests/npu_ground.py."""
-    from npu_ground import Ground, stack_root
+    from npu_ground import Ground
 
-    if not (stack_root(root) / "frameworks/vllm_ascend").is_dir():
+    if not (frameworks / "vllm_ascend").is_dir():
         pytest.skip("no vllm_ascend checkout")
 
     with Ground() as ground:

@@ -24,10 +24,11 @@ import traceback
 from pathlib import Path
 
 from warm import PATIENCE_S, Warm
-from wheels import CHIPS, sites, stack_root, wheels_file
+from wheels import CHIPS, sites, wheels_file
 
 from ascend_rl.host.npu_tools import built_for
 from ascend_rl.process.ports import free_port
+from ascend_rl.settings.stack import DEFAULT, DIRECTORY, NAME
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHT_SYNC = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"  # worker_extension_cls
@@ -37,10 +38,10 @@ class Ground:
     """The process; use it as a context manager."""
 
     def __enter__(self) -> Ground:
-        tree = os.environ.get("VLLM_ASCEND_TREE", stack_root(ROOT) / "frameworks/vllm_ascend")
+        tree = os.environ.get("VLLM_ASCEND_TREE", DIRECTORY / "frameworks/vllm_ascend")
         built = built_for(Path(tree, "vllm_ascend"))
         uncompiled = not built and any(Path(tree).glob("vllm_ascend-*.dist-info"))  # as in a rehearsal
-        tests = ROOT / "tests" / ("patched" if stack_root(ROOT) == ROOT else "cann9_1")
+        tests = ROOT / "tests" / ("patched" if NAME == DEFAULT else "cann9_1")
         own = [ROOT, tests, ROOT / "tests"]  # tests/ has files of the same names
         path = [*sites(), os.environ.get("PYTHONPATH"), tree, *own]
         self.warm = Warm(

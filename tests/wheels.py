@@ -8,8 +8,8 @@ from pathlib import Path
 # On the path for this import alone, as in conftest.py.
 PATCHES = str(Path(__file__).resolve().parents[1] / "patches")
 sys.path.append(PATCHES)
-from npu_wheels import CHIPS, pinned, sites, stack_root, wheels_file  # noqa: E402
+from npu_wheels import CHIPS, pinned, sites, wheels_file  # noqa: E402
 
 sys.path.remove(PATCHES)
 
-__all__ = ["CHIPS", "pinned", "sites", "stack_root", "wheels_file"]
+__all__ = ["CHIPS", "pinned", "sites", "wheels_file"]

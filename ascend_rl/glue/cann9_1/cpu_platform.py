@@ -16,6 +16,7 @@ from ascend_rl.host.cpu_device import complete_torch_cpu
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 hooks = Hooks()
+complete_torch_cpu()
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -23,11 +24,7 @@ class CpuPlatform(PlatformBase):
     """What verl asks of an accelerator; memory figures are 0."""
 
     device_name = vendor_name = "cpu"
-
-    @property
-    def device_module(self):
-        complete_torch_cpu()
-        return torch.cpu
+    device_module = torch.cpu
 
     def is_available(self) -> bool:
         return True
@@ -104,23 +101,20 @@ def name_the_device_once(module: types.ModuleType) -> None:
     module.init_process_group = init_process_group
 
 
-@hooks.after("verl.workers.engine.fsdp.transformer_impl")
-def register_fsdp(module: types.ModuleType) -> None:
+def register(engine: str, module: types.ModuleType, backends: list[str]) -> None:
+    """An engine's classes for the device, in verl's registry."""
     from verl.workers.engine.base import EngineRegistry
 
-    for kind, engine in (
-        ("language_model", module.FSDPEngineWithLMHead),
-        ("value_model", module.FSDPEngineWithValueHead),
-    ):
-        EngineRegistry.register(model_type=kind, backend=["fsdp", "fsdp2"], device="cpu")(engine)
+    for kind, head in (("language_model", "LMHead"), ("value_model", "ValueHead")):
+        found = getattr(module, f"{engine}EngineWith{head}")
+        EngineRegistry.register(model_type=kind, backend=backends, device="cpu")(found)
+
+
+@hooks.after("verl.workers.engine.fsdp.transformer_impl")
+def register_fsdp(module: types.ModuleType) -> None:
+    register("FSDP", module, ["fsdp", "fsdp2"])
 
 
 @hooks.after("verl.workers.engine.megatron.transformer_impl")
 def register_megatron(module: types.ModuleType) -> None:
-    from verl.workers.engine.base import EngineRegistry
-
-    for kind, engine in (
-        ("language_model", module.MegatronEngineWithLMHead),
-        ("value_model", module.MegatronEngineWithValueHead),
-    ):
-        EngineRegistry.register(model_type=kind, backend="megatron", device="cpu")(engine)
+    register("Megatron", module, ["megatron"])

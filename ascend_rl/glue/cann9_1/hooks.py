@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 
 import wrapt
@@ -28,10 +28,9 @@ class Hooks(dict[str, list[Hook]]):
 
         return add
 
-    def install(self, modules: Iterable[str] | None = None) -> None:
-        """Register the hooks of these modules, or of all."""
-        for name in self if modules is None else modules:
-            for function in self[name]:
+    def install(self) -> None:
+        for name, functions in self.items():
+            for function in functions:
                 wrapt.register_post_import_hook(or_stop(function), name)
 
 
