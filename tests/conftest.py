@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -120,10 +121,55 @@ def short_tmp():
 
 
 @pytest.fixture(scope="session")
-def tiny(root) -> Path:
-    """data/tiny: the tiny Qwen3, its tokenizer and its task."""
-    subprocess.run([sys.executable, "-m", "ascend_rl.tiny", "--out", str(root / "data/tiny")], check=True)
-    return root / "data/tiny"
+def tiny() -> Path:
+    """data/tiny of this stack: the tiny Qwen3, its tokenizer and its task."""
+    path = ROOT / "data" / ("" if NAME == DEFAULT else NAME) / "tiny"
+    subprocess.run([sys.executable, "-m", "ascend_rl.tiny", "--out", str(path)], check=True)
+    return path
+
+
+@contextlib.contextmanager
+def importing_from_here():
+    """Processes started meanwhile import from here too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "patched"), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="module")
+def start_ray():
+    """Called with the arguments of ray.init: Ray, whose processes import from here too, for one module."""
+    import ray
+
+    def start(address: str = "local", **given):
+        for again in (True, True, False):
+            try:
+                return ray.init(address, log_to_driver=False, **given)
+            except Exception:  # a raylet ends if its agents, Python programs, take longer than 15 s to start
+                ray.shutdown()
+                if not again:
+                    raise
+
+    with importing_from_here():
+        yield start
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def forked():
+    """For ``runtime_env`` of start_ray: its processes, and vLLM's, are forks of one that imported vLLM."""
+    import psutil
+
+    from ascend_rl.launch import warm_start
+
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder:  # a socket's path is short
+        with importing_from_here():
+            program = str(warm_start.start(Path(folder), warm_start.MODULES))
+        yield {"py_executable": program}
+        for process in psutil.Process().children():
+            if program in process.cmdline():
+                process.kill()
+                process.wait()
 
 
 @pytest.fixture(scope="session")

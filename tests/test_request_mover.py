@@ -222,6 +222,10 @@ class Rollout:
         name = await self._load_balancer.acquire_server.remote(request_id)
         return name, self._server_id_to_handle[name]
 
+    async def moved(self, request_id, target):
+        name = await self._load_balancer.move_request.remote(request_id, target)
+        return name, self._server_id_to_handle[name]
+
     def run(self, requests, planner=lambda servers, gears: [], beside=None):
         """Outputs of [(prompt_ids, sampling_params)], in order; afterwards nothing may be left anywhere."""
 
@@ -378,7 +382,7 @@ def test_a_server_that_is_there_again_does_not_count_requests_of_before():
     balancer.acquire_server("x")
     assert balancer.drop_server("a") == 1
     balancer.leave_server("a")
-    balancer.take_servers(["a", "b"])
+    balancer.take_servers({"a": None, "b": None})
     balancer.leave_server("a")
     assert balancer._inflight_requests == {"a": 0, "b": 0}
 
@@ -682,23 +686,23 @@ def test_routed_experts_of_both_stays():
 
 
 def test_settings_are_checked():
-    def rollout(name="vllm", **given):
-        return SimpleNamespace(name=name, get={"rollout_rebalance": given}.get)
+    def given(name="vllm", **options):
+        return settings(options, name)
 
-    assert settings(rollout(enable=0)) is None and settings(SimpleNamespace(get={}.get)) is None
-    found = settings(rollout(enable=1, _target_="x"))
+    assert given(enable=0) is None and settings(None, "vllm") is None
+    found = given(enable=1, _target_="x")
     assert (found.check_interval_s, found.answer_timeout_s) == (2, 5)
-    assert settings(rollout(enable=True, check_interval_s=0.1, answer_timeout_s=0.1, gears=[1])).gears == [1]
+    assert given(enable=True, check_interval_s=0.1, answer_timeout_s=0.1, gears=[1]).gears == [1]
     bad = {"enable": 2, "check_interval_s": 0, "answer_timeout_s": 0, "gears": [], "send_kv_tokens": -1}
     for key, value in [*bad.items(), ("gears", [0, 2])]:
         with pytest.raises(CannotWork) as refused:
-            settings(rollout(**{"enable": True, key: value}))
+            given(**{"enable": True, key: value})
         assert str(refused.value).splitlines()[1].startswith(f"  {key}={value}: give ")
     with pytest.raises(CannotWork) as refused:
-        settings(rollout(**bad))
+        given(**bad)
     assert len(str(refused.value).splitlines()) == 1 + len(bad)  # all at once
     with pytest.raises(CannotWork, match="not sglang: set actor_rollout_ref.rollout.name=vllm"):
-        settings(rollout("sglang", enable=True))
+        given("sglang", enable=True)
 
 
 # With their KV (more in tests/patched/test_rollout_rebalance.py).

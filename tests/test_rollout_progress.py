@@ -118,6 +118,7 @@ from ascend_rl.rollout import rollout_progress
 
 rollout = OmegaConf.create({"use_tqdm": None})
 rollout_progress.decide(rollout)
+assert rollout.use_tqdm
 
 @ray.remote
 class Server:
@@ -138,23 +139,19 @@ class Server:
 
 @ray.remote
 class TaskRunner:
-    def run(self, use_tqdm):
+    def run(self):
         async def generate(manager, prompts):
             await asyncio.gather(*[manager.server_handles[0].generate.remote(t) for t in prompts])
-        class Prompts(list):
-            meta_info = {"global_steps": 7}
-        config = {"use_tqdm": use_tqdm}
         manager = types.SimpleNamespace(
-            rollout_config=type("Config", (dict,), {"name": "vllm"})(config),
             server_handles=[Server.remote(), Server.remote()])
         async def rollout(prompts):
-            async with rollout_progress.shown(manager, prompts):
+            async with rollout_progress.shown(manager, len(prompts), "rollout 7"):
                 await generate(manager, prompts)
-        asyncio.run(rollout(Prompts([5, 30])))
+        asyncio.run(rollout([5, 30]))
         print("rollout over")
 
 ray.init(num_cpus=4, include_dashboard=False)
-ray.get(TaskRunner.remote().run.remote(rollout.use_tqdm))
+ray.get(TaskRunner.remote().run.remote())
 until = time.monotonic() + 120
 while not os.path.exists(sys.argv[1]) and time.monotonic() < until:
     time.sleep(0.1)

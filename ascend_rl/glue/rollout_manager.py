@@ -19,30 +19,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from contextvars import ContextVar
 from typing import Any
 
 import hydra
 import numpy as np
 import ray
 
-from ascend_rl.process.counts import count
+from ascend_rl.glue.samples import keeps_no_state, known_of
 from ascend_rl.process.progress import sign
 from ascend_rl.rollout import engine_stats, request_mover, rollout_progress, server_restart
-from ascend_rl.rollout.data_rebalance import Placement, place, predict
-from ascend_rl.rollout.prompt_memory import PromptMemory, fitting, keys_of
-from ascend_rl.rollout.servers import engine_ids, handle_of
+from ascend_rl.rollout.data_rebalance import Placement
+from ascend_rl.rollout.prompt_memory import PromptMemory, keys_of
+from ascend_rl.rollout.servers import placed, split
 from ascend_rl.speculation import sam_history
 from verl import DataProto
 from verl.experimental.agent_loop import agent_loop
-from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.utils.ray_utils import auto_await
 from verl.utils.rollout_trace import rollout_trace_attr, rollout_trace_op
 
 SERVER = "rollout_server"  # of a sample, in a DataProto's non_tensor_batch
-# The server of the sample whose agent loop runs in this task of asyncio; None: the least loaded.
-server: ContextVar[str | None] = ContextVar("server", default=None)
 
 
 class LoadBalancer(request_mover.MovableRouting, agent_loop.GlobalRequestLoadBalancer.__ray_actor_class__):
@@ -60,11 +55,19 @@ class ServerManager(agent_loop.AsyncLLMServerManager):
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         rollout, _ = agent_loop._get_rollout_and_model_config(config)
-        self.moves = request_mover.settings(rollout) is not None  # or servers restart (server_restart)
+        moves = request_mover.settings(rollout.get("rollout_rebalance"), rollout.name)
+        self.moves = moves is not None  # or servers restart (server_restart)
 
     async def _acquire_server(self, request_id: str) -> tuple[str, Any]:
-        id = await self._load_balancer.acquire_server.remote(request_id=request_id, placed=server.get())
+        id = await self._load_balancer.acquire_server.remote(request_id=request_id, placed=placed.get())
         return id, self._server_id_to_handle[id]
+
+    async def moved(self, request_id: str, target: str | None) -> tuple[str, Any]:
+        id = await self._load_balancer.move_request.remote(request_id, target)
+        return id, self._server_id_to_handle[id]
+
+    def take_servers(self, servers: dict[str, Any]) -> None:
+        self._server_id_to_handle.update(servers)
 
     async def generate(self, request_id, **request):
         if self.moves:
@@ -86,16 +89,6 @@ class ServerManager(agent_loop.AsyncLLMServerManager):
         )
 
 
-@functools.cache
-def keeps_no_state(target: str) -> bool:
-    """Whether one instance of an agent loop serves all requests: verl's, or one with ``stateless = True``.
-
-    A subclass does not inherit the declaration.
-    """
-    found = hydra.utils.get_object(target)
-    return found is SingleTurnAgentLoop or bool(getattr(found, "__dict__", {}).get("stateless"))
-
-
 class RolloutWorker(agent_loop.AgentLoopWorker):
     """Runs the agent loop of each sample with what the sample brings."""
 
@@ -105,7 +98,7 @@ class RolloutWorker(agent_loop.AgentLoopWorker):
         super().__init__(config, servers, load_balancer_handle, *args, **kwargs)
 
     async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, trace=True, **sample):
-        server.set(sample.pop(SERVER, None))
+        placed.set(sample.pop(SERVER, None))
         sampling_params = sam_history.with_history(sampling_params, sample.pop(sam_history.KEY, None))
         known = agent_name, asyncio.get_running_loop()
         if known not in self.agent_loops:
@@ -152,7 +145,8 @@ class RolloutManager(agent_loop.AgentLoopManager):
 
     async def _init_global_load_balancer(self) -> None:
         config = self.rollout_config
-        if config.name == "vllm" and (request_mover.settings(config) or config.get("data_rebalance")):
+        moves = request_mover.settings(config.get("rollout_rebalance"), config.name)
+        if config.name == "vllm" and (moves or config.get("data_rebalance")):
             await self._split_servers()
         self.global_load_balancer = self.load_balancer_class.remote(
             self.server_addresses, agent_loop.DEFAULT_ROUTING_CACHE_SIZE
@@ -160,24 +154,22 @@ class RolloutManager(agent_loop.AgentLoopManager):
 
     async def _split_servers(self) -> None:
         """See each DP engine as a server."""
-        servers = list(zip(self.server_addresses, self.server_handles, strict=True))
-        engines = await asyncio.gather(*[server.dp_engines.remote() for _, server in servers])
-        by_id = {
-            id: handle_of(id, server)
-            for (address, server), count in zip(servers, engines, strict=True)
-            for id in engine_ids(address, count)
-        }
+        by_id = await split(self.server_addresses, self.server_handles)
         self.server_addresses, self.server_handles = list(by_id), list(by_id.values())
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        moves = request_mover.settings(self.rollout_config)
+        config = self.rollout_config
+        moves = request_mover.settings(config.get("rollout_rebalance"), config.name)
+        step = prompts.meta_info.get("global_steps", "")
+        title = f"validation {step}" if prompts.meta_info.get("validate") else f"rollout {step}"
         async with contextlib.AsyncExitStack() as around:
             if self.restarts:
                 around.enter_context(self.restarts.watching())
             keys = keys_of(prompts.non_tensor_batch["raw_prompt"]) if self.memory else []
             sent, placement, timing = self._send(prompts, keys)
-            await around.enter_async_context(rollout_progress.shown(self, prompts))
+            if config.get("use_tqdm") and config.name == "vllm":
+                await around.enter_async_context(rollout_progress.shown(self, len(prompts), title))
             if moves:
                 servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
                 mover = await around.enter_async_context(request_mover.RequestMover(servers, moves))
@@ -196,25 +188,15 @@ class RolloutManager(agent_loop.AgentLoopManager):
         """The batch as it goes out, how its samples are placed, and metrics of what was known of them."""
         if self.memory is None:
             return prompts, None, {}
-        timing: dict[str, float] = {}
         columns: dict[str, np.ndarray] = {}
-        placement = None
-        if self.memory.keep:
-            limit = sam_history.SENT_BYTES / len(keys)
-            texts = {key: fitting(self.memory.texts.get(key, []), limit) for key in keys}
+        ranks = len(self.server_addresses) if self.rollout_config.get("data_rebalance") else 0
+        texts, placement, timing = known_of(self.memory, keys, ranks)
+        if texts is not None:
             columns[sam_history.KEY] = np.empty(len(keys), dtype=object)
-            for row, key in enumerate(keys):
-                columns[sam_history.KEY][row] = texts[key]
-            timing[f"{sam_history.KEY}/known_share"] = sum(bool(texts[key]) for key in keys) / len(keys)
-        if self.rollout_config.get("data_rebalance"):
-            predicted = predict(keys, self.memory.lengths)
-            placement = place(keys, len(self.server_addresses), predicted)
+            for row, known in enumerate(texts):
+                columns[sam_history.KEY][row] = known
+        if placement is not None:
             columns[SERVER] = np.array(self.server_addresses, dtype=object)[placement.rank]
-            known = ~np.isnan(predicted)
-            neighbours = np.repeat(np.arange(len(placement.sizes)), placement.sizes)  # verl's order
-            count("data_rebalance", int((placement.rank != neighbours).sum()))
-            count("known_lengths", int(known.sum()))
-            timing["data_rebalance/known_share"] = float(known.mean())
         sent = DataProto(prompts.batch, prompts.non_tensor_batch | columns, prompts.meta_info)
         return sent if placement is None else sent.select_idxs(placement.order), placement, timing
 

@@ -62,8 +62,13 @@ def recompute(config: Any) -> bool:
     """
     if config.actor_rollout_ref.actor.get("compute_old_log_prob", True):
         return True
-    refuse(f"{SWITCH}=False", (f"{key}: {text}" for key, text in problems(config)))
+    check(config)
     return False
+
+
+def check(config: Any) -> None:
+    """Refuse settings that need the pass, naming each and what to set instead."""
+    refuse(f"{SWITCH}=False", (f"{key}: {text}" for key, text in problems(config)))
 
 
 def leave_out(keys: list[str], actor: Mapping[str, Any], rows: int) -> list[str]:

@@ -50,19 +50,38 @@ class PromptMemory:
         """
         mask = np.asarray(batch["attention_mask"]) != 0
         prompt_width = mask.shape[1] - batch["responses"].shape[1]
+        prompt_tokens, tokens = mask[:, :prompt_width].sum(1).tolist(), mask.sum(1).tolist()
+        rows = (row[real] for row, real in zip(np.asarray(batch["input_ids"]), mask, strict=True))
+        self.take_in(prompts, prompt_tokens, tokens, rows)
+
+    def take_in(
+        self,
+        prompts: Sequence[str],
+        prompt_tokens: Sequence[int],
+        tokens: Sequence[int],
+        texts: Iterable[np.ndarray] = (),
+    ) -> None:
+        """Take in N samples.
+
+        Args:
+            prompts: [N] as `keys_of` gives them.
+            prompt_tokens: [N] of the prompt.
+            tokens: [N] of prompt and response.
+            texts: [N] the tokens of prompt and response [L]; read only where texts are kept.
+        """
         lengths: dict[str, list[float]] = {}
-        for prompt, tokens in zip(prompts, mask[:, prompt_width:].sum(1).tolist(), strict=True):
-            lengths.setdefault(prompt, []).append(float(tokens))
+        for prompt, before, all_of in zip(prompts, prompt_tokens, tokens, strict=True):
+            lengths.setdefault(prompt, []).append(float(all_of - before))
         self.lengths |= lengths
         if not self.keep:
             return
-        texts: dict[str, list[Text]] = {}
-        for prompt, row, real in zip(prompts, np.asarray(batch["input_ids"]), mask, strict=True):
-            known = texts.setdefault(prompt, [])
+        found: dict[str, list[Text]] = {}
+        for prompt, before, row in zip(prompts, prompt_tokens, texts, strict=True):
+            known = found.setdefault(prompt, [])
             if len(known) < self.keep:
-                text = int(real[:prompt_width].sum()), row[real].astype(np.int32).tobytes()
+                text = before, np.asarray(row).astype(np.int32).tobytes()
                 known += [text] * (text not in known)
-        self._keep(texts)
+        self._keep(found)
 
     def _keep(self, texts: Mapping[str, list[Text]]) -> None:
         for prompt, known in texts.items():

@@ -97,17 +97,20 @@ class RolloutRebalanceConfig:
         refuse("rollout_rebalance", (f"{key}={getattr(self, key)}: {fix}" for bad, key, fix in rules if bad))
 
 
-def settings(rollout_config) -> RolloutRebalanceConfig | None:
-    """The settings in verl's rollout configuration, or None where the feature is off.
+def settings(given: Mapping[str, Any] | None, rollout: str) -> RolloutRebalanceConfig | None:
+    """The settings, or None where the feature is off.
+
+    Args:
+        given: ``rollout_rebalance`` of verl's rollout configuration.
+        rollout: its ``name``.
 
     Raises:
         CannotWork: for another rollout than vLLM's, whose servers cannot say what they hold.
     """
-    given = rollout_config.get("rollout_rebalance") or {}
-    if not given.get("enable"):
+    if not (given and given.get("enable")):
         return None
-    if rollout_config.name != "vllm":
-        reason = f"it moves requests between vLLM servers, not {rollout_config.name}"
+    if rollout != "vllm":
+        reason = f"it moves requests between vLLM servers, not {rollout}"
         fix = "set actor_rollout_ref.rollout.name=vllm or rollout_rebalance.enable=False"
         refuse("rollout_rebalance.enable=True", [f"{reason}: {fix}"])
     return RolloutRebalanceConfig(**{key: value for key, value in given.items() if key != "_target_"})
@@ -133,9 +136,13 @@ class MovableRequests:
 
     kv_depot: Depot | None = None  # where requests move with their KV
 
+    @property
+    def rollout_rebalance(self) -> RolloutRebalanceConfig | None:
+        return self.config.rollout_rebalance
+
     def with_kv_transfer(self, args: dict[str, Any]) -> dict[str, Any]:
         """vLLM's arguments, with the connector that sends KV where that is switched on."""
-        config = self.config.rollout_rebalance
+        config = self.rollout_rebalance
         if not (config and config.enable and config.send_kv_tokens):
             return args
         unlike = ["kv_transfer_config", "decode_context_parallel_size", "prefill_context_parallel_size"]
@@ -234,7 +241,7 @@ class MovableRequests:
     def _sends_kv(self, request_id: str, target: str) -> bool:
         if self.kv_depot is None:
             return False
-        config, state = self.config.rollout_rebalance, self.engine.output_processor.request_states[request_id]
+        config, state = self.rollout_rebalance, self.engine.output_processor.request_states[request_id]
         node = address_of(target).rpartition(":")[0].strip("[]")
         reached = config.kv_directory or (self.nnodes == 1 and node == self._server_address)
         return bool(reached and not state.is_prefilling and self._tokens(request_id) >= config.send_kv_tokens)
@@ -243,7 +250,7 @@ class MovableRequests:
         """Where the KV of an aborted request is, once it is saved; None if it was not."""
         if self.kv_depot is None:
             return None
-        return await self.kv_depot.saved(request_id, self.config.rollout_rebalance.answer_timeout_s)
+        return await self.kv_depot.saved(request_id, self.rollout_rebalance.answer_timeout_s)
 
     async def with_moved_kv(self, sampling_params: dict, kv: str | None) -> dict:
         """The parameters of a request that comes with KV, which the engine loads if it can be used."""
@@ -298,9 +305,9 @@ class MovableRouting:
                     del self._request_id_to_server[request_id]
         return len(left)
 
-    def take_servers(self, server_ids: list[str]) -> None:
-        """Send requests to these servers, of which some may have been dropped."""
-        self._inflight_requests = {id: self._inflight_requests.get(id, 0) for id in server_ids}
+    def take_servers(self, servers: Mapping[str, Any]) -> None:
+        """Send requests to these servers, handles by id, of which some may have been dropped."""
+        self._inflight_requests = {id: self._inflight_requests.get(id, 0) for id in servers}
 
 
 # At the caller: one request, however often it moves.
@@ -317,7 +324,7 @@ async def generate(
     """`AsyncLLMServerManager.generate` for requests that move; same arguments, same result.
 
     Args:
-        manager: the AsyncLLMServerManager.
+        manager: `glue.rollout_manager.ServerManager`.
         request_id: of the conversation; its turns go to one server as long as none of them moves.
         prompt_ids: [P] token ids.
         sampling_params: of verl's server.
@@ -357,8 +364,7 @@ async def generate(
                 manager._load_balancer.leave_server.remote(server_id)
                 raise
             logger.warning("rollout server %s died; request %s starts over elsewhere", server_id, name)
-        server_id = await manager._load_balancer.move_request.remote(request_id, target)
-        server = manager._server_id_to_handle[server_id]
+        server_id, server = await manager.moved(request_id, target)
 
 
 def can_move(sampling_params: Mapping[str, Any]) -> bool:

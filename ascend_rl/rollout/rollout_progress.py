@@ -134,11 +134,8 @@ async def _draw(ask: Callable[[], Awaitable], requests: int, title: str, over: a
 
 
 @contextlib.asynccontextmanager
-async def shown(manager: Any, prompts: Any) -> AsyncIterator[None]:
-    """Draw while an AgentLoopManager's rollout of these prompts runs, if use_tqdm says so."""
-    if not (manager.rollout_config.get("use_tqdm") and manager.rollout_config.name == "vllm"):
-        yield
-        return
+async def shown(manager: Any, requests: int, title: str) -> AsyncIterator[None]:
+    """Draw while an AgentLoopManager's rollout of so many requests runs, on vLLM."""
 
     servers = set(map(server_of, manager.server_handles))  # a server counts for all of its engines
 
@@ -148,10 +145,8 @@ async def shown(manager: Any, prompts: Any) -> AsyncIterator[None]:
         return [counts for counts in answers if isinstance(counts, dict)]  # a server may have died
 
     await ask(reset=True)
-    step = prompts.meta_info.get("global_steps", "")
-    title = f"validation {step}" if prompts.meta_info.get("validate") else f"rollout {step}"
     over = asyncio.Event()
-    drawing = asyncio.create_task(_draw(ask, len(prompts), title, over))
+    drawing = asyncio.create_task(_draw(ask, requests, title, over))
     try:
         yield
     finally:

@@ -113,23 +113,24 @@ def continue_elsewhere(worker: Any) -> None:
 
 def take_servers(worker: Any, servers: dict[str, Any]) -> None:
     """Replace the handles of an AgentLoopWorker, by id."""
-    worker.server_manager._server_id_to_handle.update(servers)
+    worker.server_manager.take_servers(servers)
 
 
 # In the trainer.
 
 
-def attach(manager: Any, checkpoints: Any) -> None:
+def attach(manager: Any, checkpoints: Any, update: Callable[..., list] | None = None) -> None:
     """Let a trainer's servers be restarted, if that is switched on; the manager's rollouts watch them.
 
     Args:
         manager: glue.rollout_manager.RolloutManager, whose servers run.
         checkpoints: verl's CheckpointEngineManager; servers with accelerators of their own are left alone.
+        update: (global_steps) -> what to wait for; by default that of the trainer's workers.
     """
     if not on(manager.rollout_config) or checkpoints.backend != "naive":
         return
     restarts = manager.restarts = Restarts(manager)
-    update = checkpoints.trainer.update_weights
+    update = update or checkpoints.trainer.update_weights
 
     def update_weights(global_steps=None):
         restarts.restart_dead()
@@ -305,7 +306,7 @@ class Restarts:
         self.manager.server_handles = list(handles.values())
         ray.get(
             [worker.__ray_call__.remote(take_servers, handles) for worker in self.manager.agent_loop_workers]
-            + [self.manager.global_load_balancer.take_servers.remote(list(handles))]
+            + [self.manager.global_load_balancer.take_servers.remote(handles)]
         )
         self.started += len(ended)
         ranks = ", ".join(str(replica.replica_rank) for replica in ended)

@@ -6,9 +6,14 @@ engine: ``address#0``, ``address#1``, ... Whatever places, moves or restarts tre
 
 from __future__ import annotations
 
+import asyncio
 import functools
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
+
+# The server of the sample whose agent loop runs in this task of asyncio; None: the least loaded.
+placed: ContextVar[str | None] = ContextVar("placed", default=None)
 
 
 class Engine:
@@ -55,6 +60,16 @@ def handle_of(id: str, server: Any) -> Any:
     """What goes by an id: a server, or one of its engines."""
     _, _, engine = id.partition("#")
     return Engine(server, int(engine)) if engine else server
+
+
+async def split(addresses: list[str], servers: list[Any]) -> dict[str, Any]:
+    """Each DP engine of servers as a server: handles by id."""
+    engines = await asyncio.gather(*[server.dp_engines.remote() for server in servers])
+    return {
+        id: handle_of(id, server)
+        for address, server, count in zip(addresses, servers, engines, strict=True)
+        for id in engine_ids(address, count)
+    }
 
 
 def has_died(error: BaseException, actor_died: type[BaseException]) -> bool:

@@ -20,10 +20,9 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from ascend_rl.glue import rollout_manager
 from ascend_rl.glue.rollout_manager import RolloutManager
 from ascend_rl.rollout import server_restart
-from ascend_rl.rollout.servers import server_of
+from ascend_rl.rollout.servers import placed, server_of
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.protocol import DataProto
 from verl.workers.rollout.replica import RolloutMode
@@ -37,7 +36,7 @@ class GivenSampling(SingleTurnAgentLoop):
         sampling = sampling_params | sampling
         engine = sampling.pop("engine", None)
         if engine is not None:
-            rollout_manager.server.set(list(self.server_manager._server_id_to_handle)[engine])
+            placed.set(list(self.server_manager._server_id_to_handle)[engine])
         return await super().run(sampling, **kwargs)
 
 
