@@ -42,6 +42,7 @@ recipe() {
         "${ARGS[@]}" "${differs[@]}"
     )
     switches
+    OVERRIDES=("${@:3}")
     if [ -f "$STACK_DIR/recipe.sh" ]; then
         # shellcheck source=../stacks/cann9.1/recipe.sh
         . "$STACK_DIR/recipe.sh"
@@ -49,7 +50,7 @@ recipe() {
     fi
     settle
     smoke
-    train verl.trainer.main_ppo "${ARGS[@]}" "${@:3}"
+    train verl.trainer.main_ppo "${ARGS[@]}" "${OVERRIDES[@]}"
 }
 
 # roll CONFIGURATION OVERRIDES...: run a recipe of ROLL, with a file of internal/roll/conf.

@@ -15,7 +15,7 @@ If $(python3 "$ROOT/patches/sources.py" get mindspeed url) cannot be reached, na
         fi
     done
     # One thread each: a tiny model gains nothing from more. Compiling it takes longer than running it.
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" NUMBA_NUM_THREADS="${NUMBA_NUM_THREADS:-1}"
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" NUMBA_NUM_THREADS="${NUMBA_NUM_THREADS:-1}" TQ_NUM_THREADS="${TQ_NUM_THREADS:-1}"
     export TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}" VLLM_USE_AOT_COMPILE="${VLLM_USE_AOT_COMPILE:-0}"
     # vLLM's workers wait in a loop: eight of them leave little of two cores to those that compute.
     export VLLM_SLEEP_WHEN_IDLE="${VLLM_SLEEP_WHEN_IDLE:-1}" ROLLOUT_SPIN_S="${ROLLOUT_SPIN_S:-0.002}"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ascend_rl.glue.cann9_1.options import MANAGER
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/stacks.md").read_text()
 GLUE = ROOT / "ascend_rl/glue/cann9_1"
@@ -65,23 +67,27 @@ def test_a_recipe_says_the_same_to_both_stacks_but_for_what_is_listed():
         script = """
 . internal/common.sh
 . <(sed -n '/^settle()/,/^# What the layouts need/p' internal/recipe.sh)
+OVERRIDES=(actor_rollout_ref.rollout.rollout_rebalance.enable=True)
 ARGS=(actor_rollout_ref.actor.strategy=fsdp actor_rollout_ref.ref.load_weight=True a.b=1
       actor_rollout_ref.actor.whole_batch_loss=True actor_rollout_ref.ref.megatron.grad_offload=True
       +x.speculative_config.method=sam actor_rollout_ref.rollout.data_rebalance=True)
 [ ! -f "$STACK_DIR/recipe.sh" ] || { . "$STACK_DIR/recipe.sh"; stack; }
 settle
-printf '%s\n' "${ARGS[@]}"
+printf '%s\n' "${ARGS[@]}" "${OVERRIDES[@]}"
 """
         env = os.environ | {"STACK": stack} | variables
         result = subprocess.run(["bash", "-c", script], env=env, cwd=ROOT, capture_output=True, text=True)
         return set(result.stdout.split()) if result.returncode == 0 else result.stderr
 
-    assert len(arguments("cann8.5", USE_HDP="1")) == 7
+    assert len(arguments("cann8.5", USE_HDP="1")) == 8
     assert arguments("cann9.1", USE_HDP="0") == {
         "actor_rollout_ref.actor.strategy=fsdp2",
         "a.b=1",
         "+x.speculative_config.method=custom_class",
         "+x.speculative_config.model=ascend_rl.glue.cann9_1.sam.SamDrafter",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        f"+actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGER}",
+        "+actor_rollout_ref.rollout.custom.data_rebalance=True",
+        "+actor_rollout_ref.rollout.custom.rollout_rebalance.enable=True",
     }
     assert "USE_HDP=1: STACK=cann9.1 does not have this feature yet" in arguments("cann9.1", USE_HDP="1")

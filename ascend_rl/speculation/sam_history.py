@@ -28,6 +28,8 @@ def kept(vllm: Mapping) -> int:
     """How many responses to a prompt engine_kwargs.vllm says to keep; 0 where nothing is drafted by SAM.
 
     >>> sam = {"speculative_config": {"method": "sam"}}
+    >>> kept({"speculative_config": {"method": "custom_class", "model": "glue.SamDrafter"}})
+    2
     >>> kept(sam), kept(sam | {"additional_config": '{"sam_decoding": {"history": 3}}'}), kept({})
     (2, 3, 0)
     """
@@ -35,7 +37,8 @@ def kept(vllm: Mapping) -> int:
         json.loads(given) if isinstance(given := vllm.get(name), str) else given or {}
         for name in ("speculative_config", "additional_config")
     )
-    if speculative.get("method") != "sam":
+    drafter = str(speculative.get("model")).endswith(".SamDrafter")  # on vLLM 0.23
+    if speculative.get("method") != "sam" and not drafter:
         return 0
     return (additional.get(sam_options.NAME) or {}).get("history", sam_options.HISTORY)
 

@@ -6,34 +6,49 @@
 GONE='actor_rollout_ref.*.load_weight|actor_rollout_ref.*.megatron.grad_offload|trainer.use_legacy_worker_impl'
 GONE+='|actor_rollout_ref.actor.whole_batch_loss'
 
-# Of features that are not ported (docs/stacks.md). Without the first two a step computes the same in more time; a switch of
-# the others stops the run.
-MISSING='actor_rollout_ref.rollout.data_rebalance|actor_rollout_ref.actor.compute_old_log_prob'
-NOT_PORTED="ALL_TO_ALL_RESHARD ENABLE_NPUGRAPH_EX ENABLE_STATIC_KERNEL ROLLOUT_REBALANCE_ENABLE USE_ALLTOALL_OVERLAP USE_HDP
+# verl keeps this dictionary for others.
+CUSTOM=+actor_rollout_ref.rollout.custom
+MANAGER=ascend_rl.glue.cann9_1.rollout_manager.RolloutManager
+
+# Of features that are not ported (docs/stacks.md): their switches stop the run.
+NOT_PORTED="ALL_TO_ALL_RESHARD ENABLE_NPUGRAPH_EX ENABLE_STATIC_KERNEL USE_ALLTOALL_OVERLAP USE_HDP
 VLLM_ENABLE_EPLB VLLM_FUSED_MOE_CHUNK_SIZE VLLM_SPECULATIVE_BATCH_SIZE_THRE"
 
 # FSDP otherwise computes in bfloat16, whatever fsdp_config.dtype says; SMOKE_DTYPE=float32 needs it too.
 FSDP_FLOAT32="+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
-# stack: change ARGS; called before keys that are given twice are settled.
-stack() {
-    local argument name kept=()
-    for name in $NOT_PORTED; do
-        [[ "${!name:-0}" =~ ^(0|[Ff]alse|FALSE)$ ]] ||
-            die "$name=${!name}: STACK=$STACK does not have this feature yet (docs/stacks.md); set it to 0"
-    done
-    for argument in "${ARGS[@]}"; do
+# translate ARGUMENTS...: into the array kept.
+translate() {
+    local argument name
+    kept=()
+    for argument in "$@"; do
         name="${argument%%=*}"
         # shellcheck disable=SC2053 # patterns
-        if [[ "$name" == @($MISSING) ]]; then
-            log "STACK=$STACK does without $argument"
+        if [[ "$name" == actor_rollout_ref.rollout.@(data_rebalance|use_tqdm|rollout_rebalance.*) ]]; then
+            kept+=("$CUSTOM.${argument#actor_rollout_ref.rollout.}")
+        elif [[ "$name" == actor_rollout_ref.actor.compute_old_log_prob ]]; then
+            kept+=("$CUSTOM.${argument#actor_rollout_ref.actor.}")
         elif [[ "$argument" == *.speculative_config.method=sam ]]; then  # vLLM's door for drafters of others
             kept+=("$name=custom_class" "${name%method}model=ascend_rl.glue.cann9_1.sam.SamDrafter")
         elif [[ "$name" != @($GONE|*.additional_config.bs_threshold_for_spec_decode) ]]; then
             kept+=("$argument")
         fi
     done
-    ARGS=("${kept[@]}" transfer_queue.backend.SimpleStorage.num_data_storage_units=1)
+}
+
+# stack: change ARGS and OVERRIDES; called before keys that are given twice are settled.
+stack() {
+    local name
+    for name in $NOT_PORTED; do
+        [[ "${!name:-0}" =~ ^(0|[Ff]alse|FALSE)$ ]] ||
+            die "$name=${!name}: STACK=$STACK does not have this feature yet (docs/stacks.md); set it to 0"
+    done
+    translate "${ARGS[@]}"
+    ARGS=("${kept[@]}" "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=$MANAGER")
+    translate "${OVERRIDES[@]}"
+    OVERRIDES=("${kept[@]}")
+    ARGS+=(transfer_queue.backend.SimpleStorage.num_data_storage_units=1)
+    if [ -t 2 ] || [ "${ASCEND_RL_TERMINAL:-0}" = 1 ]; then ARGS=("$CUSTOM.use_tqdm=True" "${ARGS[@]}"); fi
     # vllm-ascend 0.23 reads no variable for it, and prefetches attention's weights too.
     if [ "${VLLM_ASCEND_ENABLE_PREFETCH_MLP:-0}" = 1 ]; then
         ARGS+=(+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.weight_prefetch_config.enabled=True)

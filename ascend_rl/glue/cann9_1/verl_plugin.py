@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from types import ModuleType
+from typing import Any
 
 from ascend_rl.glue.cann9_1.hooks import Hooks, first, or_stop, version_is
 
@@ -50,13 +52,59 @@ def bind_servers(module: ModuleType) -> None:
     first(module.vLLMHttpServer, "__init__", lambda *args, **kwargs: core_binding.bind("others"))
 
 
+@hooks.after("verl.trainer.ppo.v1.replay_buffer")
+def poll_soon(module: ModuleType) -> None:
+    """A rollout's end is looked for every 2 s. Poll after a twentieth of the time waited, 2 s at most."""
+    wait = module.ReplayBuffer._wait_for_next_poll
+
+    def _wait_for_next_poll(self, partition_id: str, waits_since: float) -> float:
+        longest = self.poll_interval
+        self.poll_interval = min(longest, max(0.02, (time.time() - waits_since) / 20))
+        try:
+            return wait(self, partition_id, waits_since)
+        finally:
+            self.poll_interval = longest
+
+    module.ReplayBuffer._wait_for_next_poll = _wait_for_next_poll
+
+
+@hooks.after("verl.trainer.ppo.v1.trainer_base")
+def launch_servers(module: ModuleType) -> None:
+    from ascend_rl.glue.cann9_1.servers import Servers
+
+    module.LLMServerManager = Servers
+
+
+@hooks.after("verl.trainer.ppo.v1.trainer_sync")
+def choose_the_trainer(module: ModuleType) -> None:
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    def choose(config: Any) -> Any:
+        from ascend_rl.glue.cann9_1 import trainer
+
+        return trainer.choose(config)
+
+    TRAINER_REGISTRY["sync"] = choose
+
+
+@hooks.after("verl.workers.rollout.vllm_rollout.vllm_rollout")
+def find_the_server(module: ModuleType) -> None:
+    """Look a server up each time: it may have restarted."""
+
+    def forget(self) -> None:
+        self.server_handle = None
+
+    first(module.ServerAdapter, "_ensure_server_handle", forget)
+
+
 @or_stop
 def load() -> None:
-    from ascend_rl.glue.cann9_1 import megatron_training, router_replay
+    from ascend_rl.glue.cann9_1 import megatron_training, old_log_prob, router_replay
 
     hooks.install()
     megatron_training.hooks.install()
     router_replay.hooks.install()
+    old_log_prob.hooks.install()
     if os.environ.get("VERL_PLATFORM") == "cpu":
         from ascend_rl.glue.cann9_1 import cpu_platform
 

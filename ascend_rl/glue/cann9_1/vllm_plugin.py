@@ -19,6 +19,14 @@ def collect_between_steps(module: ModuleType) -> None:
     engine._process_engine_step = collect_between(engine._process_engine_step)
 
 
+@hooks.after("vllm.v1.engine.core")
+def say_held_requests(module: ModuleType) -> None:
+    """For rollout_rebalance, which asks an engine through vLLM's `call_utility`."""
+    from ascend_rl.rollout.request_mover import held_requests
+
+    module.EngineCore.held_requests = lambda self: held_requests(self.scheduler)
+
+
 @hooks.after("vllm.v1.executor.multiproc_executor")
 def collect_between_calls(module: ModuleType) -> None:
     """A worker's loop takes a call, and may answer it; it has ended when the loop takes the next one."""

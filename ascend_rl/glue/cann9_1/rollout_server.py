@@ -1,0 +1,75 @@
+"""verl's vLLM server with what the rollout manager asks of it, and the replica that launches it.
+
+It counts what it generates (rollout_progress, engine_stats), gives up requests for other servers
+(request_mover), and takes the DP engine and the KV that a request comes with.
+"""
+
+from __future__ import annotations
+
+import os
+from contextvars import ContextVar
+from typing import Any
+
+import ray
+
+from ascend_rl.glue.cann9_1.options import options
+from ascend_rl.rollout.engine_stats import counting
+from ascend_rl.rollout.request_mover import SAME_KV, MovableRequests, RolloutRebalanceConfig, settings
+from ascend_rl.rollout.rollout_progress import Requests
+from verl.workers.rollout.vllm_rollout import vllm_async_server
+
+# The DP engine of the request in this task of asyncio; None: vLLM chooses.
+dp_engine: ContextVar[int | None] = ContextVar("dp_engine", default=None)
+
+
+class Server(MovableRequests, vllm_async_server.vLLMHttpServer):
+    """See the module's docstring."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        # A request's id must be the engine's, too: the mover asks engines for the requests they hold.
+        os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"
+        super().__init__(*args, **kwargs)
+        self.requests = Requests()
+
+    @property
+    def rollout_rebalance(self) -> RolloutRebalanceConfig | None:
+        return settings(options(self.config)["rollout_rebalance"], self.config.name)
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        known = {"dtype": self.config.dtype, "tensor_parallel_size": self.config.tensor_model_parallel_size}
+        sent = self.with_kv_transfer({key: known.get(key) for key in SAME_KV} | engine_kwargs)
+        engine_kwargs |= {key: sent[key] for key in ("kv_transfer_config",) if key in sent}
+        engine_kwargs |= {"disable_log_stats": False, "cudagraph_metrics": True}  # the engines count
+
+    async def run_server(self, args: Any) -> None:
+        draw, requests = options(self.config)["use_tqdm"], self.requests
+
+        class CountingLLM(counting(vllm_async_server.AsyncLLM, self.config.disable_log_stats)):
+            def generate(self, *args: Any, **kwargs: Any):
+                outputs = super().generate(*args, data_parallel_rank=dp_engine.get(), **kwargs)
+                return requests.watch(outputs) if draw else outputs
+
+        vllm_async_server.AsyncLLM = CountingLLM  # in this process, which is one server
+        await super().run_server(args)
+
+    async def generate(
+        self, prompt_ids, sampling_params, request_id, *, engine=None, kv=None, **others
+    ) -> Any:
+        dp_engine.set(engine)
+        sampling_params = await self.with_moved_kv(sampling_params, kv)
+        return await super().generate(prompt_ids, sampling_params, request_id, **others)
+
+    async def rollout_progress(self, reset: bool = False) -> dict[str, float]:
+        if reset:
+            self.requests.reset()
+        return self.requests.counts(self.engine)
+
+    async def engine_stats(self) -> dict[str, Any]:
+        return self.engine.stats.take()
+
+
+class Replica(vllm_async_server.vLLMReplica):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(Server)

@@ -1,0 +1,134 @@
+"""verl's synchronous V1 trainer with this project's rollout manager and checkpoints that survive a kill."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import open_dict
+
+from ascend_rl.glue.cann9_1.options import options, ours
+from ascend_rl.loss import old_log_prob
+from ascend_rl.rollout import server_restart
+from ascend_rl.rollout.engine_stats import step_metrics
+from ascend_rl.weights import checkpoints
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+CORRECTION = "rollout_corr/"
+
+
+class Trainer(PPOTrainerSync):
+    resumed: str | None = None  # the checkpoint that this run continues from
+
+    def __init__(self, config: Any):
+        self.old_log_probs = options(config.actor_rollout_ref.rollout)["compute_old_log_prob"]
+        if not self.old_log_probs:
+            old_log_prob.check(config)
+            config.algorithm.rollout_correction = None  # whose metrics the update reports
+        super().__init__(config)
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        manager = agent_loop_manager
+        manager.take(self.llm_server_manager)
+        server_restart.attach(
+            manager,
+            self.checkpoint_manager,
+            functools.partial(self.actor_rollout_wg.update_weights, mode="naive"),
+        )
+        if manager.memory and self.resumed:
+            manager.memory.load(self.resumed)
+        super().fit(manager)
+
+    # Around a rollout.
+
+    def prepare_step(self) -> dict:
+        samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        self.agent_loop_manager.begin(samples, f"rollout {self.global_steps}")
+        return super().prepare_step()
+
+    def on_sample_end(self) -> None:
+        self.timing_raw |= self.agent_loop_manager.end()
+        super().on_sample_end()
+
+    def on_validate_begin(self) -> None:
+        super().on_validate_begin()
+        samples = len(self.val_dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n
+        self.agent_loop_manager.begin(samples, f"validation {self.global_steps}")
+
+    def on_validate_end(self) -> None:
+        self.agent_loop_manager.end()
+        super().on_validate_end()
+
+    def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self.agent_loop_manager.learn(batch)
+        return super()._balance_batch(batch, *args, **kwargs)
+
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **step: Any) -> None:
+        metrics.update(step_metrics(timing_raw, metrics, self.config.actor_rollout_ref.actor.ppo_epochs))
+        super()._compute_metrics(batch, metrics, timing_raw, **step)
+
+    # Without the pass for old log-probs.
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
+        return super()._compute_old_log_prob(batch, metrics) if self.old_log_probs else batch
+
+    def _update_actor(self, batch: Any, metrics: dict) -> Any:
+        batch = super()._update_actor(batch, metrics)
+        for name in [name for name in metrics if name.startswith(f"actor/{CORRECTION}")]:
+            metrics[name.removeprefix("actor/")] = metrics.pop(name)
+        return batch
+
+    # Checkpoints.
+
+    def _save_checkpoint(self) -> None:
+        """verl writes in place, and its workers delete earlier checkpoints: here it writes aside, and all."""
+        trainer, callback = self.config.trainer, self.checkpoint_callback
+        if self.config.actor_rollout_ref.actor.checkpoint.get("async_save"):
+            return super()._save_checkpoint()  # its workers end it later
+        root, keep = trainer.default_local_dir, trainer.get("max_actor_ckpt_to_keep")
+        partial = Path(checkpoints.begin(root, self.global_steps))
+        other = dict.fromkeys(["max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"])
+        other["default_local_dir"] = str(partial)
+        before = {key: trainer.get(key) for key in other}
+        self.checkpoint_callback = SimpleNamespace(on_save=lambda **_: None)
+        try:
+            trainer.update(other)
+            super()._save_checkpoint()
+        finally:
+            trainer.update(before)
+            self.checkpoint_callback = callback
+        for path in (partial / f"global_step_{self.global_steps}").iterdir():
+            path.rename(partial / path.name)
+        (partial / f"global_step_{self.global_steps}").rmdir()
+        (partial / checkpoints.TRACKER).unlink()
+        if self.agent_loop_manager.memory:
+            self.agent_loop_manager.memory.save(partial)
+        checkpoints.commit(str(partial), keep)
+        callback.on_save(
+            trainer=self,
+            global_step=self.global_steps,
+            checkpoint_dir=os.path.join(root, f"global_step_{self.global_steps}"),
+            async_save=False,
+        )
+
+    def _load_checkpoint(self) -> None:
+        trainer = self.config.trainer
+        if trainer.resume_mode == "auto":
+            self.resumed = checkpoints.latest(trainer.default_local_dir)
+            with open_dict(trainer):
+                trainer.resume_mode = "resume_path" if self.resumed else "disable"
+                trainer.resume_from_path = self.resumed
+        elif trainer.resume_mode == "resume_path":
+            self.resumed = trainer.resume_from_path
+        if self.resumed:
+            ranks = trainer.nnodes * trainer.n_gpus_per_node
+            checkpoints.check_engine(self.resumed, self.config.actor_rollout_ref.actor.strategy, ranks)
+        super()._load_checkpoint()
+
+
+def choose(config: Any) -> PPOTrainerSync:
+    """The trainer of a run: verl's own, unless the run has this project's rollout manager."""
+    return (Trainer if ours(config.actor_rollout_ref.rollout) else PPOTrainerSync)(config)
