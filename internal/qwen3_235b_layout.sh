@@ -44,6 +44,10 @@ qwen3_235b_random_init() {
 qwen3_235b() {
     local part
     qwen3_235b_random_init
+    if [ "$STACK" != cann8.5 ]; then  # verl 0.9.1 reads the weights in MODEL_PATH
+        ARGS+=(actor_rollout_ref.{actor,ref}.load_weight=True)
+        return
+    fi
     DIST_CKPT_PATH="${DIST_CKPT_PATH:-$MODEL_PATH-mcore}"
     input "$DIST_CKPT_PATH" "set DIST_CKPT_PATH, or convert the weights with the layout the recipe trains: \
 USE_ALLTOALL_OVERLAP=1 python converter_hf_to_mcore.py --hf_model_path $MODEL_PATH --output_path $DIST_CKPT_PATH --verify"

@@ -24,6 +24,7 @@ smoke() {
     if [ "$experts" ]; then data="$STACK_DATA/tiny_moe"; fi
     checkpoint="${data}_mcore"
     if switched USE_ALLTOALL_OVERLAP; then checkpoint+=_overlap; fi  # another layout of the experts
+    if [ "$(setting actor_rollout_ref.actor.megatron.use_dist_checkpointing)" != True ]; then checkpoint=; fi
     if [ "${DRY_RUN:-0}" != 1 ]; then
         python -m ascend_rl.settings.claim rehearsal "$OUTPUT_DIR" || exit 1
         smoke_data "${experts:+moe}" "$data" "$checkpoint" >&2
@@ -112,14 +113,14 @@ smoke_float32() {
     fi
 }
 
-# smoke_data moe|'' DATA_DIR CHECKPOINT: the tiny model and its task, and for MoE its Megatron checkpoint. Created once.
+# smoke_data moe|'' DATA_DIR CHECKPOINT|'': the tiny model and its task, and its Megatron checkpoint. Created once.
 smoke_data() {
     mkdir -p "$(dirname "$2")"
     (
         flock 9
         if [ "$1" = moe ]; then
             python -m ascend_rl.tiny --out "$2" --moe --warm-start 0.85
-            [ -e "$3" ] || python "$ROOT/converter_hf_to_mcore.py" --hf_model_path "$2/model" --output_path "$3"
+            [ -z "$3" ] || [ -e "$3" ] || python "$ROOT/converter_hf_to_mcore.py" --hf_model_path "$2/model" --output_path "$3"
         else
             python -m ascend_rl.tiny --out "$2"
         fi

@@ -71,13 +71,14 @@ def operand_pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int
     return pairs[held_out:], pairs[:held_out]
 
 
-def newline() -> str:
-    """The token that verl 0.9's agent loop asks a Qwen tokenizer for; earlier ones need none."""
+def spaces() -> str:
+    """Tokens for verl 0.9: the newline that its agent loop asks a Qwen tokenizer for, and a space, since two
+    ranks share an even vocabulary only."""
     try:
         major, minor = importlib.metadata.version("verl").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:
         return ""
-    return "\n" if (int(major), int(minor)) >= (0, 9) else ""
+    return "\n " if (int(major), int(minor)) >= (0, 9) else ""
 
 
 def make_tokenizer():
@@ -85,7 +86,7 @@ def make_tokenizer():
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    tokens = [*"0123456789+", *newline()]
+    tokens = [*"0123456789+", *spaces()]
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")])
@@ -289,7 +290,7 @@ Writes model/, train.parquet and val.parquet into --out, which appears when it i
 
     description = (
         f"seed={args.seed} warm_start={args.warm_start} validation={args.validation}{' moe' * args.moe}"
-        f"{' newline' * bool(newline())}\n"
+        f"{' spaces' * bool(spaces())}\n"
     )
     if not args.out.exists():
         args.out.parent.mkdir(parents=True, exist_ok=True)

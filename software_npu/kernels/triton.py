@@ -74,3 +74,47 @@ def _compute_slot_mapping_kernel(
         slots += offset // (ranks * interleave) * interleave + offset % interleave
         held = offset // interleave % ranks == TOTAL_CP_RANK
         slot_mapping[begin:end] = torch.where(held, slots, PAD_ID)
+
+
+@kernel("mindspeed.ops.triton.sort_chunks_by_idx")
+def _make_chunk_sort_map_kernel(
+    grid: tuple[int, ...],
+    split_sizes: torch.Tensor,
+    cumsum: torch.Tensor,
+    inverse_sorted_indices: torch.Tensor,
+    output_cumsum: torch.Tensor,
+    dst_rows: torch.Tensor,
+    num_splits: int,
+    num_tokens: int,
+    BLOCK_SIZE: int,
+    *,
+    IDX_LOAD_WIDTH: int,
+) -> None:
+    """The row to which each token goes: chunks of 2 and 1 tokens in the order 1, 0 have rows 1, 2 and 0."""
+    token = torch.arange(num_tokens, device=cumsum.device)
+    chunk = torch.searchsorted(cumsum[1:].long(), token, right=True)
+    dst_rows.copy_(output_cumsum[inverse_sorted_indices[chunk].long()] + token - cumsum[chunk])
+
+
+@kernel("mindspeed.ops.triton.sort_chunks_by_idx")
+def _sort_chunks_by_map_kernel(
+    grid: tuple[int, ...],
+    inp: torch.Tensor,
+    output: torch.Tensor,
+    row_id_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    permuted_probs: torch.Tensor | None,
+    num_tokens: int,
+    hidden_size: int,
+    block_size: int,
+    *strides: int | None,
+    PERMUTE_PROBS: bool,
+    FORWARD: bool,
+) -> None:
+    """Rows, and what each is weighted with, to where the map says, or back."""
+    rows = row_id_map.long()
+    for given, moved in ((inp, output), (probs, permuted_probs))[: 1 + PERMUTE_PROBS]:
+        if FORWARD:
+            moved[rows] = given
+        else:
+            moved.copy_(given[rows])

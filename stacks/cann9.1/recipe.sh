@@ -5,14 +5,24 @@
 # other workers, and normalizes the loss over the whole mini-batch.
 GONE='actor_rollout_ref.*.load_weight|actor_rollout_ref.*.megatron.grad_offload|trainer.use_legacy_worker_impl'
 GONE+='|actor_rollout_ref.actor.whole_batch_loss'
+# MindSpeed's name for what num_layers_in_first_pipeline_stage and _last_ say to megatron-core, stops with core 0.16.
+OVERRIDE=actor_rollout_ref.actor.megatron.override_transformer_config
+GONE+="|+$OVERRIDE.pipeline_num_transformer_layers"
 
 # verl keeps this dictionary for others.
 CUSTOM=+actor_rollout_ref.rollout.custom
 MANAGER=ascend_rl.glue.cann9_1.rollout_manager.RolloutManager
 
-# Of features that are not ported (docs/stacks.md): their switches stop the run.
-NOT_PORTED="ALL_TO_ALL_RESHARD ENABLE_NPUGRAPH_EX ENABLE_STATIC_KERNEL USE_ALLTOALL_OVERLAP USE_HDP
+# Of features that are not ported (docs/stacks.md). Without the first ones a step computes the same in more time; a switch of
+# the others stops the run.
+MISSING_SWITCHES="ALL_TO_ALL_RESHARD USE_ALLTOALL_OVERLAP"
+NOT_PORTED="ENABLE_NPUGRAPH_EX ENABLE_STATIC_KERNEL USE_HDP
 VLLM_ENABLE_EPLB VLLM_FUSED_MOE_CHUNK_SIZE VLLM_SPECULATIVE_BATCH_SIZE_THRE"
+
+# verl 0.9.1 loads Hugging Face weights through mbridge, which does not know the layout of experts that the alltoall overlap
+# and moe_zero_memory need.
+MISSING="actor_rollout_ref.actor.megatron.use_mbridge=False|+$OVERRIDE.moe_alltoall_overlap_comm"
+MISSING+="|+$OVERRIDE.moe_zero_memory"
 
 # FSDP otherwise computes in bfloat16, whatever fsdp_config.dtype says; SMOKE_DTYPE=float32 needs it too.
 FSDP_FLOAT32="+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
@@ -24,7 +34,9 @@ translate() {
     for argument in "$@"; do
         name="${argument%%=*}"
         # shellcheck disable=SC2053 # patterns
-        if [[ "$name" == actor_rollout_ref.rollout.@(data_rebalance|use_tqdm|rollout_rebalance.*) ]]; then
+        if [[ "$argument" == @($MISSING)* ]]; then
+            log "STACK=$STACK does without $argument"
+        elif [[ "$name" == actor_rollout_ref.rollout.@(data_rebalance|use_tqdm|rollout_rebalance.*) ]]; then
             kept+=("$CUSTOM.${argument#actor_rollout_ref.rollout.}")
         elif [[ "$name" == actor_rollout_ref.actor.compute_old_log_prob ]]; then
             kept+=("$CUSTOM.${argument#actor_rollout_ref.actor.}")
@@ -43,6 +55,13 @@ stack() {
         [[ "${!name:-0}" =~ ^(0|[Ff]alse|FALSE)$ ]] ||
             die "$name=${!name}: STACK=$STACK does not have this feature yet (docs/stacks.md); set it to 0"
     done
+    for name in $MISSING_SWITCHES; do
+        if switched "$name"; then log "STACK=$STACK does without $name=${!name}"; fi
+        export "$name=0"
+    done
+    [ "$(setting actor_rollout_ref.actor.load_weight)" != False ] ||
+        die "STACK=$STACK does not have this recipe: verl 0.9.1 always loads weights; use the one with true weights"
+    if [ "$(setting "$OVERRIDE.moe_zero_memory")" = level1 ]; then recompute_layers; fi # instead
     translate "${ARGS[@]}"
     ARGS=("${kept[@]}" "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=$MANAGER")
     translate "${OVERRIDES[@]}"
@@ -57,8 +76,10 @@ stack() {
         ARGS+=(actor_rollout_ref.actor.strategy=fsdp2)
         if [ "$(setting actor_rollout_ref.actor.fsdp_config.dtype)" = float32 ]; then ARGS+=("$FSDP_FLOAT32"); fi
     elif [ "$(setting actor_rollout_ref.actor.strategy)" = megatron ]; then
-        [ "$(setting actor_rollout_ref.actor.megatron.use_mbridge)" != False ] ||
-            die "STACK=$STACK does not have this recipe yet: it sets use_mbridge=False, which verl 0.9.1 refuses"
+        # MindSpeed r0.16 fuses SwiGLU where Megatron does, and reads use_fused_swiglu in the alltoall overlap alone.
+        if [ "$(setting "$OVERRIDE.use_fused_swiglu")" = True ]; then ARGS+=("+$OVERRIDE.bias_activation_fusion=True"); fi
+        # What verl says to Megatron anyway; MindSpeed looks for it here.
+        if [ "$(setting "$OVERRIDE.swap_optimizer")" = True ]; then ARGS+=("+$OVERRIDE.use_distributed_optimizer=True"); fi
         # Megatron-Bridge, the default, wants transformers < 5.
         ARGS+=(actor_rollout_ref.actor.megatron.vanilla_mbridge=True)
     fi

@@ -1,4 +1,4 @@
-"""A recipe of a large model on its own path: verl 0.9.1, FSDP2 and vllm-ascend 0.23 on the software NPU."""
+"""Recipes on their own path: verl 0.9.1, FSDP2 or Megatron, vllm-ascend 0.23, software NPU."""
 
 from __future__ import annotations
 
@@ -8,21 +8,43 @@ import subprocess
 
 import pytest
 
-RECIPE = "gspo_qwen3_32b_64die_true_weight"
+from ascend_rl.settings import stack
+
 # Signs that are counted: see ascend_rl/recipe/rehearsal.py.
 ROLLOUT = {
     "decode graphs replayed", "attention parameters updated in graphs", "memory ranges woken after sleep",
-    "attention over the paged cache", "products with reduce-scatter, FlashComm1", "weights prefetched",
+    "attention over the paged cache",
 }  # fmt: skip
-TRAINER = {"flash attention of the trainer", "all-to-all", "all-reduces"}
+DENSE = ROLLOUT | {"products with reduce-scatter, FlashComm1", "weights prefetched"}
+EXPERTS = ROLLOUT | {"tokens dispatched by MC2", "grouped products of experts", "all-to-all"}
+FLASH = {"flash attention of the trainer", "all-reduces"}
+MEGATRON = FLASH | {"sends of pipelines and rings"}
+RINGS = MEGATRON | {
+    "its backward, in rings", "fused updates of ring attention", "fused rotary embedding", "fused SwiGLU"
+}  # fmt: skip
+MOE = {"grouped products of experts", "all-to-all"}
+RECIPES = {  # name: (environment, signs in the rollout, signs in the trainer)
+    "gspo_qwen3_32b_64die_true_weight": ("qwen3_32b", DENSE, FLASH | {"all-to-all"}),  # FSDP2, Ulysses
+    "grpo_qwen3_235b_128die_true_weight": ("qwen3_235b", EXPERTS, RINGS | MOE),
+    "gspo_qwen3_30b_a3b_16die_true_weight": ("qwen3_30b_a3b", EXPERTS, MEGATRON | MOE),
+    "grpo_qwen3_32b_32die_true_weight": ("qwen3_32b", DENSE, RINGS),
+}
+CASES = [*RECIPES] if os.environ.get("ALL_RECIPES") == "1" else [*RECIPES][:2]
+# The trainer knows no truncation.
+FROM_ALL_TOKENS = ["actor_rollout_ref.rollout.top_k=-1", "actor_rollout_ref.rollout.top_p=1"]
 
 
 @pytest.mark.long
-def test_two_steps_of_gspo_with_fsdp2(root, tmp_path):
-    """Rollout and trainer run the same model, with graphs, sleep and two ranks each."""
+@pytest.mark.parametrize("recipe", CASES)
+def test_two_steps(root, tmp_path, recipe):
+    """Rollout and trainer run the same model, with graphs, sleep and several ranks each."""
+    script, rollout, trainer = RECIPES[recipe]
+    if "sends of pipelines and rings" in trainer and not (stack.DIRECTORY / "frameworks/mindspeed").is_dir():
+        pytest.skip("bash download_frameworks_source_code.sh --only mindspeed fetches what is missing")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL", "VLLM"))}
     environment |= {"SMOKE": "1", "SMOKE_DTYPE": "float32", "OUTPUT_DIR": str(tmp_path / "run")}
-    command = ["bash", "ray_start_npu.sh", f"internal/train_{RECIPE}.sh", "internal/qwen3_32b_env.sh"]
+    command = ["bash", "ray_start_npu.sh", f"internal/train_{recipe}.sh", f"internal/{script}_env.sh"]
+    command += FROM_ALL_TOKENS
     result = subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
@@ -30,7 +52,7 @@ def test_two_steps_of_gspo_with_fsdp2(root, tmp_path):
     report = json.loads((tmp_path / "run/rehearsal.json").read_text())
     assert report["gap"]["met"] is True, report["gap"]
     counts = report["counts"]
-    assert all(counts[sign].get("rollout") for sign in ROLLOUT), counts
-    assert all(counts[sign].get("trainer") for sign in TRAINER), counts
+    assert all(counts[sign].get("rollout") for sign in rollout), counts
+    assert all(counts[sign].get("trainer") for sign in trainer), counts
     tracker = tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "2"

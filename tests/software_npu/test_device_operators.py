@@ -470,6 +470,34 @@ def test_slots_of_tokens_are_those_of_the_triton_kernel(ranks, interleave):
 
 
 @on_npu()
+def test_chunks_change_places_as_by_the_triton_kernels():
+    from software_npu.kernels import triton
+
+    map_of, move = triton.KERNELS["mindspeed.ops.triton.sort_chunks_by_idx"].values()
+    sizes, order = torch.tensor([2, 0, 3, 1], dtype=torch.int32), torch.tensor([2, 0, 3, 1])
+    rows, weights = torch.arange(12.0).view(6, 2), torch.arange(6.0)
+    wanted = [torch.cat([values.split(sizes.tolist())[i] for i in order]) for values in (rows, weights)]
+    ends, new_ends = (
+        torch.cat([torch.zeros(1, dtype=torch.int32), s.cumsum(0, dtype=torch.int32)])
+        for s in (sizes, sizes[order])
+    )
+    places = torch.empty(6, dtype=torch.int32).npu()
+    inverse = order.argsort().int().npu()
+    map_of[(6,)](
+        sizes.npu(), ends.npu(), inverse, new_ends.npu(), places, 4, 6, BLOCK_SIZE=1, IDX_LOAD_WIDTH=4
+    )
+    moved = [torch.empty_like(values).npu() for values in (rows, weights)]
+    back = [torch.empty_like(values).npu() for values in (rows, weights)]
+    strides = (2, 1, 2, 1, 1, 1)
+    for (x, p), (to_x, to_p), forward in (((rows, weights), moved, True), (moved, back, False)):
+        move[(48,)](
+            x.npu(), to_x, places, p.npu(), to_p, 6, 2, 1, *strides, PERMUTE_PROBS=True, FORWARD=forward
+        )
+    assert all(torch.equal(m.cpu(), w) for m, w in zip(moved, wanted, strict=True))
+    assert torch.equal(back[0].cpu(), rows) and torch.equal(back[1].cpu(), weights)
+
+
+@on_npu()
 def test_the_version_is_that_of_the_lock():
     import importlib.metadata
 

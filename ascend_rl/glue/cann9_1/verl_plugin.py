@@ -99,10 +99,11 @@ def find_the_server(module: ModuleType) -> None:
 
 @or_stop
 def load() -> None:
-    from ascend_rl.glue.cann9_1 import megatron_training, old_log_prob, router_replay
+    from ascend_rl.glue.cann9_1 import megatron_training, mindspeed, old_log_prob, router_replay
 
     hooks.install()
     megatron_training.hooks.install()
+    mindspeed.hooks.install()
     router_replay.hooks.install()
     old_log_prob.hooks.install()
     if os.environ.get("VERL_PLATFORM") == "cpu":

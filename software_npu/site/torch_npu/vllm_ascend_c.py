@@ -2,7 +2,7 @@
 
 With SOFTWARE_NPU_VLLM_ASCEND=1 also vllm_ascend._build_info, which compiling writes: it says the series of
 SOFTWARE_NPU_CHIP, as if vllm-ascend had been compiled for it. Else the tree's own says what that is for.
-Triton kernels that its runner launches are replaced by those of software_npu.kernels.triton.
+Triton kernels that its runner and MindSpeed launch are replaced by those of software_npu.kernels.triton.
 """
 
 from __future__ import annotations
