@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from megatron_tiny import Layout, make_batch, make_checkpoint
+from megatron_tiny import Layout, make_batch, make_checkpoint, worker_config
 from ranks import run_ranks
 from test_megatron import as_numpy, as_torch, exported, log_probs, make_worker, on_disk, update
 from test_megatron_actor import reference
@@ -86,6 +86,9 @@ def bytes_on_device(worker) -> int:
 
 def swapped(rank: int, layout: Layout, path, directory, resume: bool) -> dict:
     """Two updates and a save, or a load; then an update."""
+    from verl.workers.engine.mindspeed.transformer_impl import _mindspeed_repatch
+
+    _mindspeed_repatch(worker_config(layout, path, FLASH, *SWAP).actor.megatron)  # as for a reference
     worker = make_worker(layout, path, FLASH, *SWAP)
     if resume:
         worker.load_checkpoint(str(directory), del_local_after_load=False)

@@ -23,6 +23,22 @@ def ask_modules_for_their_own_names(module: ModuleType) -> None:
     module.hasattr = hasattr
 
 
+@hooks.after("mindspeed.patch_utils")
+def remove_the_last_patch_first(module: ModuleType) -> None:
+    """verl patches anew for each engine, such as the reference and the actor.
+
+    A class that replaced another, as the swapped optimizer, else gets that one's unpatched methods for good.
+    """
+    manager = module.MindSpeedPatchesManager
+
+    def remove_patches() -> None:
+        for patch in reversed(manager.patches_info.values()):
+            patch.remove_patch()
+            patch.remove_wrappers()
+
+    manager.remove_patches = remove_patches
+
+
 @hooks.after("mindspeed.core.optimizer.swap_optimizer.swap_optimizer")
 def save_and_load_what_is_in_host_memory(module: ModuleType) -> None:
     """As patch swap_optimizer of the other stack: between updates, those on the device are empty."""
