@@ -9,9 +9,9 @@
 # Hardware: 2 cores, 12 GiB (--all: 20), 12 GB of disk (--all: 24), Linux with Python 3.11 (--all: also 3.12)
 # Duration: about 15 minutes; with --all about 45
 #
-#   --all        also runs the tests marked long, proves that each patch is needed, and then runs those of the second
-#                stack (STACK=cann9.1 runs them alone). Without it, only proofs affected by changes are repeated, if
-#                data/proofs has earlier ones
+#   --all        also runs the tests marked long, proves again that a patch is needed where anything changed that the last
+#                proof depended on (PYTEST_ADDOPTS=--prove: all of them), and then runs the tests of the second stack
+#                (STACK=cann9.1 runs them alone). Without it, proofs are repeated if data/proofs has earlier ones
 #   --durations  print the time and processor time of each file, the slowest tests, and the total
 #
 # Four processes run tests at a time; one of them begins with the real runs, with --all two of them.
@@ -51,7 +51,7 @@ if [ "$STACK" != cann8.5 ]; then
     ARGS=()
     [ "$ALL" = 1 ] || ARGS=(-m "not long")
 elif [ "$ALL" = 1 ]; then
-    ARGS=(--prove)
+    ARGS=()
 else
     ARGS=(-m "not long")
     [ -d data/proofs ] || ARGS+=(--ignore=tests/patched/test_left_out.py)

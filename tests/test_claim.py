@@ -197,7 +197,7 @@ REVIEWED = {
     "rollout/moved_kv.py Depot.take: os.rename(given, directory)",
     # checkpoints of the run, by the number that it was told to keep
     "glue/cann9_1/trainer.py Trainer._save_checkpoint: path.rename(partial / path.name)",
-    "glue/cann9_1/trainer.py Trainer._save_checkpoint: (partial / f'global_step_{self.global_steps}').rmdir()",
+    "glue/cann9_1/trainer.py Trainer._save_checkpoint: written.rmdir()",
     "glue/cann9_1/trainer.py Trainer._save_checkpoint: (partial / checkpoints.TRACKER).unlink()",
     "weights/checkpoints.py latest: shutil.rmtree(path, ignore_errors=True)",
     "weights/checkpoints.py commit: final.rename(replaced)",

@@ -1,13 +1,19 @@
 """Every patch is needed by its test: leave the patch out, and the test named in its header fails.
 
-A proof is cached in data/proofs under a hash of all it depends on, and repeated when that changes, or with
-pytest's option --prove. Each is a pytest run of its own, forked from a process that has imported what the
-frameworks import, but no framework. That of vllm-ascend's has the software NPU.
+A proof that ran is remembered in data/proofs, by a hash of all it depends on, and repeated when that changes,
+or with pytest's option --prove. proofs.txt beside this file has those that ran before a commit, so that on a
+fresh machine, too, only those run that a change concerns; it is written by
+
+    PYTHONPATH=tests python tests/patched/test_left_out.py
+
+Each is a pytest run of its own, forked from a process that has imported what the frameworks import, but no
+framework. That of vllm-ascend's has the software NPU.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import os
 import re
@@ -22,9 +28,13 @@ from wheels import wheels_file
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = sorted((ROOT / "patches").glob("*/*.patch"))
 REMEMBERED = ROOT / "data/proofs"
+COMMITTED = Path(__file__).with_name("proofs.txt")
 HELPERS = [ROOT / "tests", ROOT / "tests/patched"]
-# On every proof's path: the algorithms, the stubs, the fixtures, the code that makes variants.
-SHARED = ["ascend_rl", "tests/stubs", "tests/conftest.py", "tests/patched/conftest.py", "internal/cpu_env.sh"]
+# On every proof's path: the stubs, the fixtures, the variables of a CPU run, the packages.
+SHARED = [
+    "tests/stubs", "tests/conftest.py", "tests/patched/conftest.py", "internal/cpu_env.sh",
+    "requirements-cpu.txt",
+]  # fmt: skip
 LIBRARIES = (
     "pytest torch torchvision transformers tensordict datasets ray hydra numba scipy.stats accelerate peft "
     "fastapi openai compressed_tensors"
@@ -47,12 +57,35 @@ def with_helpers(paths: set[Path]) -> set[Path]:
     return found
 
 
+@functools.cache
+def mentioned(file: Path) -> frozenset[Path]:
+    """Modules of ascend_rl that a file names: in an import, a string, or a line of a patch."""
+    text, names = file.read_text(), set()
+    for package, given in re.findall(r"from (ascend_rl[.\w]*) import (\([^)]*\)|[^\n]*)", text):
+        names |= {package} | {f"{package}.{name}" for name in re.findall(r"\w+", given)}
+    names |= set(re.findall(r"ascend_rl(?:\.\w+)+", text))
+    parts = [name.split(".") for name in names]
+    paths = {ROOT.joinpath(*part[:end]) for part in parts for end in range(1, len(part) + 1)}
+    found = {place for path in paths for place in (path.with_suffix(".py"), path / "__init__.py")}
+    return frozenset(place for place in found if place.is_file())
+
+
+def with_algorithms(files: set[Path]) -> set[Path]:
+    """The files, and the modules of ascend_rl that they name, directly or not."""
+    found, left = set(), set(files)
+    while left:
+        found.add(path := left.pop())
+        left |= mentioned(path) - found
+    return found
+
+
 def fingerprint(patch: Path) -> str:
-    """A hash of the patch, its tests with their helpers, what is shared, and the pins.
+    """A hash of the patch, its tests with their helpers and algorithms, what is shared, and the pins.
 
     The lock's hashes of patched trees are left out: they change with every patch.
     """
     files = {patch, Path(__file__)} | with_helpers({ROOT / test for test in named_tests(patch)})
+    files = with_algorithms(files | {ROOT / "tests/conftest.py", ROOT / "tests/patched/conftest.py"})
     for place in SHARED:
         path = ROOT / place
         files |= {f for f in path.rglob("*") if f.suffix in (".py", ".yaml")} if path.is_dir() else {path}
@@ -96,7 +129,8 @@ def run_pytest(_, tests: list[str], variant: str, log: str) -> int:
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_its_test_fails_without_it(patch, request, tmp_path, monkeypatch, tree_without, ordinary, with_npu):
     key, remembered = fingerprint(patch), REMEMBERED / patch.stem
-    if not request.config.getoption("prove") and remembered.is_file() and remembered.read_text() == key:
+    known = {remembered.read_text() if remembered.is_file() else "", committed().get(patch.stem)}
+    if not request.config.getoption("prove") and key in known:
         return
     if not (ROOT / "frameworks" / patch.parent.name).is_dir():
         pytest.skip(f"no {patch.parent.name} checkout")
@@ -115,7 +149,27 @@ def test_its_test_fails_without_it(patch, request, tmp_path, monkeypatch, tree_w
     remembered.write_text(key)
 
 
+def committed() -> dict[str, str]:
+    """Of each patch, what its last proof before a commit depended on."""
+    return dict(line.split() for line in COMMITTED.read_text().splitlines())
+
+
+def test_what_a_proof_rests_on_includes_the_algorithms_that_a_patch_names():
+    (patch,) = ROOT.glob("patches/verl/*-compute_old_log_prob.patch")
+    found = with_algorithms({patch})
+    assert ROOT / "ascend_rl/loss/old_log_prob.py" in found  # named in the patch
+    assert ROOT / "ascend_rl/settings/switch.py" in found  # which that module imports
+    assert ROOT / "ascend_rl/host/core_binding.py" not in found
+
+
 def test_what_a_proof_rests_on_includes_the_helpers_of_its_test():
     files = {f.name for f in with_helpers({ROOT / "tests/patched/test_megatron_models.py"})}
     helpers = {"megatron_tiny.py", "megatron_defaults.py", "ranks.py", "warm.py", "wheels.py"}
     assert files == {"test_megatron_models.py"} | helpers
+
+
+if __name__ == "__main__":
+    ran = {path.name: path.read_text() for path in REMEMBERED.iterdir()}
+    valid = {patch.stem: key for patch in PATCHES if ran.get(patch.stem) == (key := fingerprint(patch))}
+    COMMITTED.write_text("".join(f"{name} {key}\n" for name, key in sorted(valid.items())))
+    print(f"{len(valid)} of {len(PATCHES)} proofs are in {COMMITTED.relative_to(ROOT)}")

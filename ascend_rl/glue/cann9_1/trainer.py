@@ -100,9 +100,10 @@ class Trainer(PPOTrainerSync):
         finally:
             trainer.update(before)
             self.checkpoint_callback = callback
-        for path in (partial / f"global_step_{self.global_steps}").iterdir():
+        written = partial / f"global_step_{self.global_steps}"
+        for path in written.iterdir():
             path.rename(partial / path.name)
-        (partial / f"global_step_{self.global_steps}").rmdir()
+        written.rmdir()
         (partial / checkpoints.TRACKER).unlink()
         if self.agent_loop_manager.memory:
             self.agent_loop_manager.memory.save(partial)
