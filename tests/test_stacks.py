@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -91,3 +92,39 @@ printf '%s\n' "${ARGS[@]}" "${OVERRIDES[@]}"
         "+actor_rollout_ref.rollout.custom.rollout_rebalance.enable=True",
     }
     assert "USE_HDP=1: STACK=cann9.1 does not have this feature yet" in arguments("cann9.1", USE_HDP="1")
+
+
+def test_the_recipes_of_235b_read_hugging_face_weights_on_the_second_stack():
+    def dry_run(name: str) -> subprocess.CompletedProcess:
+        environment = {
+            "STACK": "cann9.1",
+            "DRY_RUN": "1",
+            "ALL_TO_ALL_RESHARD": "1",
+            "USE_ALLTOALL_OVERLAP": "1",
+        }
+        command = ["bash", f"internal/train_grpo_qwen3_235b_128die_{name}.sh"]
+        return subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True)
+
+    done = dry_run("true_weight")
+    run = json.loads(done.stdout)
+    words = dict(word.lstrip("+").partition("=")[::2] for word in run["args"])
+    megatron = "actor_rollout_ref.actor.megatron"
+    override = f"{megatron}.override_transformer_config"
+    added = {
+        f"{megatron}.use_mbridge": "True",
+        f"{megatron}.vanilla_mbridge": "True",
+        f"{override}.recompute_granularity": "full",
+        f"{override}.bias_activation_fusion": "True",
+        f"{override}.use_distributed_optimizer": "True",
+    }
+    assert words | added == words
+    gone = (
+        "moe_alltoall_overlap_comm",
+        "moe_zero_memory",
+        "pipeline_num_transformer_layers",
+        "dist_checkpointing",
+    )
+    assert not [key for key in words if any(name in key for name in gone)]
+    for name in ("ALL_TO_ALL_RESHARD", "USE_ALLTOALL_OVERLAP"):
+        assert run["env"][name] == "0" and f"STACK=cann9.1 does without {name}=1" in done.stderr
+    assert "verl 0.9.1 always loads weights" in dry_run("random_init").stderr

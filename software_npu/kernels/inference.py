@@ -321,6 +321,20 @@ def npu_moe_distribute_combine_v2(
 
 
 @kernel("npu")
+def npu_top_k_top_p(logits, p=None, k=None):
+    """-inf where a logit is below the k largest, or, of these, outside of the likeliest that make up p."""
+    kept, order = logits.float().sort(-1)
+    if k is not None:
+        smallest = kept.gather(-1, logits.shape[-1] - k.long()[:, None])
+        kept = kept.masked_fill(kept < smallest, -torch.inf)
+    if p is not None:
+        tail = kept.softmax(-1).cumsum(-1) <= 1 - p.float()[:, None]
+        tail[:, -1] = False  # one always remains
+        kept = kept.masked_fill(tail, -torch.inf)
+    return torch.empty_like(kept).scatter_(-1, order, kept).to(logits.dtype)
+
+
+@kernel("npu")
 def npu_prefetch(self, dependency, max_size, offset=0):
     """Brings part of a weight into the cache, which changes no result."""
     if max_size <= 0 or not 0 <= offset < self.nbytes:

@@ -470,6 +470,23 @@ def test_slots_of_tokens_are_those_of_the_triton_kernel(ranks, interleave):
 
 
 @on_npu()
+def test_the_tokens_of_top_k_and_top_p_remain():
+    """Row by row: the k likeliest, then of these as few as make up p."""
+    import torch_npu
+
+    logits, ks, ps = singles(5, 9), [9, 1, 4, 9, 4], [1.0, 1.0, 1.0, 0.6, 0.7]
+    for k, p in ((ks, None), (None, ps), (ks, ps)):
+        wanted = torch.full_like(logits, -torch.inf)
+        for row, values in enumerate(logits):
+            kept = values.argsort(descending=True)[: k[row] if k else None]
+            shares = values[kept].softmax(-1).cumsum(-1) - values[kept].softmax(-1)
+            kept = kept[shares < p[row]] if p else kept
+            wanted[row, kept] = values[kept]
+        given = {"k": k and torch.tensor(k, dtype=torch.int32).npu(), "p": p and torch.tensor(p).npu()}
+        assert torch.equal(torch_npu.npu_top_k_top_p(logits.npu(), **given).cpu(), wanted), given
+
+
+@on_npu()
 def test_chunks_change_places_as_by_the_triton_kernels():
     from software_npu.kernels import triton
 
