@@ -23,11 +23,16 @@ RINGS = MEGATRON | {
     "its backward, in rings", "fused updates of ring attention", "fused rotary embedding", "fused SwiGLU"
 }  # fmt: skip
 MOE = {"grouped products of experts", "all-to-all"}
-RECIPES = {  # name: (environment, signs in the rollout, signs in the trainer)
-    "gspo_qwen3_32b_64die_true_weight": ("qwen3_32b", DENSE, FLASH | {"all-to-all"}),  # FSDP2, Ulysses
-    "grpo_qwen3_235b_128die_true_weight": ("qwen3_235b", EXPERTS, RINGS | MOE),
-    "gspo_qwen3_30b_a3b_16die_true_weight": ("qwen3_30b_a3b", EXPERTS, MEGATRON | MOE),
-    "grpo_qwen3_32b_32die_true_weight": ("qwen3_32b", DENSE, RINGS),
+RECIPES = {  # name: (environment, signs in the rollout, signs in the trainer, variables)
+    "gspo_qwen3_32b_64die_true_weight": ("qwen3_32b", DENSE, FLASH | {"all-to-all"}, {}),  # FSDP2, Ulysses
+    "grpo_qwen3_235b_128die_true_weight": ("qwen3_235b", EXPERTS, RINGS | MOE, {}),
+    "gspo_qwen3_30b_a3b_16die_true_weight": (
+        "qwen3_30b_a3b",
+        EXPERTS,
+        MEGATRON | MOE,
+        {"ROUTER_REPLAY": "R3"},
+    ),
+    "grpo_qwen3_32b_32die_true_weight": ("qwen3_32b", DENSE, RINGS, {}),
 }
 CASES = [*RECIPES] if os.environ.get("ALL_RECIPES") == "1" else [*RECIPES][:2]
 # The trainer knows no truncation.
@@ -37,12 +42,12 @@ FROM_ALL_TOKENS = ["actor_rollout_ref.rollout.top_k=-1", "actor_rollout_ref.roll
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", CASES)
 def test_two_steps(root, tmp_path, recipe):
-    """Rollout and trainer run the same model, with graphs, sleep and several ranks each."""
-    script, rollout, trainer = RECIPES[recipe]
+    """Rollout and trainer run the same model, with graphs, sleep and several ranks each; R3 replays its routes."""
+    script, rollout, trainer, variables = RECIPES[recipe]
     if "sends of pipelines and rings" in trainer and not (stack.DIRECTORY / "frameworks/mindspeed").is_dir():
         pytest.skip("bash download_frameworks_source_code.sh --only mindspeed fetches what is missing")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL", "VLLM"))}
-    environment |= {"SMOKE": "1", "SMOKE_DTYPE": "float32", "OUTPUT_DIR": str(tmp_path / "run")}
+    environment |= {"SMOKE": "1", "SMOKE_DTYPE": "float32", "OUTPUT_DIR": str(tmp_path / "run"), **variables}
     command = ["bash", "ray_start_npu.sh", f"internal/train_{recipe}.sh", f"internal/{script}_env.sh"]
     command += FROM_ALL_TOKENS
     result = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 from types import ModuleType
 from typing import Any
@@ -67,6 +68,12 @@ def read_logprobs_mode(module: ModuleType) -> None:
             module.AscendSampler = sampler
 
     runner.__init__ = __init__
+
+
+@hooks.after("vllm_ascend.worker.model_runner_v1")
+def record_routes_of_several_ranks(module: ModuleType) -> None:
+    """vllm-ascend imports its own correction with later versions of vLLM only: R3 stops with TP and DP."""
+    importlib.import_module("vllm_ascend.patch.worker.patch_routed_experts_capture")
 
 
 # `sam` compiles when it is imported: only where it is asked for.
