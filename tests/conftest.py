@@ -38,6 +38,11 @@ CPU_S = pytest.StashKey[float]()
 FOLDERS = {"cann9.1": "cann9_1"}
 BOTH = (
     "patched/test_core_binding.py", "patched/test_disable_gc.py", "patched/test_gspo.py",
+    "patched/test_npu_bs_threshold.py", "patched/test_npu_dummy_slot_mapping.py",
+    "patched/test_npu_import_inductor.py", "patched/test_npu_moved_kv.py",
+    "patched/test_npu_preempted_drafts.py", "patched/test_npu_races.py",
+    "patched/test_npu_rejection_sampler.py", "patched/test_npu_replay_stream.py",
+    "patched/test_npu_sampling_params.py", "patched/test_npu_sleep_empty_cache.py",
     "software_npu/test_device_operators.py", "software_npu/test_device_streams.py",
 )  # fmt: skip
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12

@@ -41,8 +41,8 @@ class Ground:
         tree = os.environ.get("VLLM_ASCEND_TREE", DIRECTORY / "frameworks/vllm_ascend")
         built = built_for(Path(tree, "vllm_ascend"))
         uncompiled = not built and any(Path(tree).glob("vllm_ascend-*.dist-info"))  # as in a rehearsal
-        tests = ROOT / "tests" / ("patched" if NAME == DEFAULT else "cann9_1")
-        own = [ROOT, tests, ROOT / "tests"]  # tests/ has files of the same names
+        tests = [ROOT / "tests" / name for name in ("cann9_1", "patched")[NAME == DEFAULT :]]
+        own = [ROOT, *tests, ROOT / "tests"]  # tests/ has files of the same names
         path = [*sites(), os.environ.get("PYTHONPATH"), tree, *own]
         self.warm = Warm(
             ["npu_ground:prepare"],
@@ -53,6 +53,7 @@ class Ground:
             SOFTWARE_NPU_VLLM_ASCEND=str(int(uncompiled)),
             VLLM_ASCEND_ENABLE_NZ="0",
             VLLM_USE_AOT_COMPILE="0",  # vLLM 0.23 wants torch.compile for it, which is off
+            VLLM_DISABLE_REQUEST_ID_RANDOMIZATION="1",  # a name is how KV that moves is found
         )
         return self
 
@@ -92,12 +93,15 @@ def prepare() -> None:
 
     import vllm.compilation.backends  # and with it torch._inductor, of engines with graphs
     import vllm.entrypoints.llm
+    import vllm.plugins
     from vllm_ascend.worker import worker  # noqa: F401
 
     for name in ("compressed_tensors.compressed_tensors", "compressed_tensors_config"):  # of 0.13, of 0.23
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(f"vllm_ascend.quantization.{name}")
 
+    if NAME != DEFAULT:  # jobs without an engine, too
+        vllm.plugins.load_general_plugins()
     faulthandler.enable()
     gc.unfreeze = lambda: None  # an engine collects garbage often while it starts; imports stay frozen
 
@@ -131,6 +135,10 @@ def make_llm(path: str, **options):
 
     defaults = {"enforce_eager": True, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8,
                 "num_gpu_blocks_override": 64, "disable_log_stats": False}  # fmt: skip
+    speculative = options.get("speculative_config", {})
+    if NAME != DEFAULT and speculative.get("method") == "sam":  # as stacks/cann9.1/recipe.sh says it
+        own = {"method": "custom_class", "model": "ascend_rl.glue.cann9_1.sam.SamDrafter"}
+        options |= {"speculative_config": speculative | own}
     return LLM(path, **defaults | options)
 
 

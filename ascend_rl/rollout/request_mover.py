@@ -158,6 +158,7 @@ class MovableRequests:
                 "kv_connector": CONNECTOR.rpartition(".")[2],
                 "kv_connector_module_path": CONNECTOR.rpartition(".")[0],
                 "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"directory": str(self.kv_depot.directory)},
             }
         }

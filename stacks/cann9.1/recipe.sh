@@ -16,8 +16,7 @@ MANAGER=ascend_rl.glue.cann9_1.rollout_manager.RolloutManager
 # Of features that are not ported (docs/stacks.md). Without the first ones a step computes the same in more time; a switch of
 # the others stops the run.
 MISSING_SWITCHES="ALL_TO_ALL_RESHARD USE_ALLTOALL_OVERLAP"
-NOT_PORTED="ENABLE_NPUGRAPH_EX ENABLE_STATIC_KERNEL USE_HDP
-VLLM_ENABLE_EPLB VLLM_FUSED_MOE_CHUNK_SIZE VLLM_SPECULATIVE_BATCH_SIZE_THRE"
+NOT_PORTED="ENABLE_NPUGRAPH_EX ENABLE_STATIC_KERNEL USE_HDP VLLM_ENABLE_EPLB VLLM_FUSED_MOE_CHUNK_SIZE"
 
 # verl 0.9.1 loads Hugging Face weights through mbridge, which does not know the layout of experts that the alltoall overlap
 # and moe_zero_memory need.
@@ -42,7 +41,7 @@ translate() {
             kept+=("$CUSTOM.${argument#actor_rollout_ref.actor.}")
         elif [[ "$argument" == *.speculative_config.method=sam ]]; then  # vLLM's door for drafters of others
             kept+=("$name=custom_class" "${name%method}model=ascend_rl.glue.cann9_1.sam.SamDrafter")
-        elif [[ "$name" != @($GONE|*.additional_config.bs_threshold_for_spec_decode) ]]; then
+        elif [[ "$name" != @($GONE) ]]; then
             kept+=("$argument")
         fi
     done

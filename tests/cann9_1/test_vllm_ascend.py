@@ -208,3 +208,20 @@ def test_log_probs_are_those_that_were_asked_for(npu_ground, models, prompts, mo
         with torch.no_grad():
             logits = model(torch.tensor([prompt])).logits[0, -1] / temperature
         assert abs(logits.log_softmax(-1)[token].item() - found) < CLOSE
+
+
+def rotary_beside(name: str) -> str:
+    """A job: the layer that is made beside an empty stand-in, such as a training framework leaves behind."""
+    import sys
+    import types
+
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+
+    sys.modules[name] = types.ModuleType(name)  # without __spec__
+    with set_current_vllm_config(VllmConfig()):
+        return type(ApplyRotaryEmb()).__name__
+
+
+def test_rotary_embeddings_import_no_flash_attn(npu_ground):
+    assert npu_ground.run(rotary_beside, "flash_attn").endswith("ApplyRotaryEmb")

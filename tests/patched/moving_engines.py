@@ -22,6 +22,7 @@ def make_engine(path: str, directory: str | None, **options):
         "kv_connector": NAME,
         "kv_connector_module_path": MODULE,
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"directory": directory},
     }
     return make_llm(path, **options, **({"kv_transfer_config": transfer} if directory else {}))

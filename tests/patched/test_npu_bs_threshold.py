@@ -48,10 +48,10 @@ def speculating(method: str, **options) -> dict:
     return {"speculative_config": speculation, **options}
 
 
-def test_a_threshold_of_zero_is_refused(npu_ground, tiny):
+def test_a_threshold_of_zero_is_refused(npu_ground, tmp_path):
     runs = {"refused": (speculating("ngram"), 0)}
     with pytest.raises(AssertionError, match="give a batch size of 1 or more, or unset it"):
-        npu_ground.run(drafting, str(tiny / "model"), repeating(len(NEW_TOKENS)), runs)
+        npu_ground.run(drafting, str(save_random_model(tmp_path)), repeating(len(NEW_TOKENS)), runs)
 
 
 @pytest.fixture(scope="module")

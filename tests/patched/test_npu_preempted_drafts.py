@@ -7,6 +7,8 @@ from npu_ground import make_llm, save_random_model
 from test_npu_runner import greedy
 from test_npu_sam_decoding import repeating
 
+from ascend_rl.settings.stack import DEFAULT, NAME
+
 THRESHOLD = 2  # requests with drafts
 BLOCKS = 5  # of 128 tokens, one of which vLLM keeps
 # The first outgrows its second block while the other has two: that one waits until the first has ended, and
@@ -74,4 +76,5 @@ def test_drafts_do_not_outlive_a_preemption(npu_ground, tmp_path):
     decodes = [step for step in found["steps"] if not step["prefill"]]
     assert len(decodes) > 10
     assert not any(step["drafts"] for step in decodes)
-    assert all(step["replays"] == 1 for step in decodes)
+    if NAME == DEFAULT:  # vllm-ascend 0.23 replays no graph in a step without drafts
+        assert all(step["replays"] == 1 for step in decodes)

@@ -35,7 +35,10 @@ def emitted(logits: list[list[float]], top_k: int | None) -> dict[str, list]:
 
     adapt_patch()
     init_ascend_config(VllmConfig())
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    try:
+        from vllm_ascend.sample.rejection_sampler import AscendRejectionSampler as RejectionSampler
+    except ImportError:  # vllm-ascend 0.13, which replaces functions of vLLM's
+        from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     torch.manual_seed(0)
     torch.set_default_device("npu")
@@ -59,6 +62,7 @@ def emitted(logits: list[list[float]], top_k: int | None) -> dict[str, list]:
         logitsprocs=LogitsProcessors(), spec_token_ids=[DRAFT] * REQUESTS,
     )  # fmt: skip
     given = torch.tensor(logits, dtype=torch.float32).repeat(REQUESTS, 1)
+    torch.set_default_device("cpu")
     ids = RejectionSampler(AscendSampler())(metadata, None, given, sampling).sampled_token_ids
     return {
         str(temperature): list(Counter(map(tuple, ids[temperatures == temperature].tolist())).items())

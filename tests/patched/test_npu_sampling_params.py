@@ -8,10 +8,14 @@ decoded, as they reach an engine in a process of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import itertools
 
 import pytest
 from npu_ground import make_llm, save_random_model
+
+from ascend_rl.settings.stack import DEFAULT, NAME
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5] * 3
 BESIDE = PROMPT[::-1]
@@ -21,7 +25,7 @@ CUT = 4  # tokens after which a request moves
 SAM = {"speculative_config": {"method": "sam", "num_speculative_tokens": 4}}
 SIZES = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 5, 8, 10, 20, 40]}
 GRAPHS = {"enforce_eager": False, "compilation_config": SIZES}
-AHEAD = {"async_scheduling": True}
+NOT_AHEAD, AHEAD = {"async_scheduling": False}, {"async_scheduling": True}
 MODES = {
     "sam": SAM,
     "graphs": GRAPHS,
@@ -32,17 +36,18 @@ MODES = {
     "moved": {},
 }
 INF, NAN = float("inf"), float("nan")
+NOT_WITH_DRAFTS = set() if NAME == DEFAULT else {"min_p", "logit_bias"}  # says vLLM 0.23, and refuses them
 
 
 def fields() -> dict[str, list[dict]]:
-    """Parameters by the field they try."""
+    """Parameters by the field they try, of the fields that this vLLM has."""
+    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
-    from vllm.sampling_params import StructuredOutputsParams as Form
 
     history = [(2, bytes([1, 0, 0, 0, 2, 0, 0, 0, 6, 0, 0, 0]))]
-    forms = [Form(regex="[0-4]+"), Form(choice=["12", "345"]), Form(json={"type": "object"}),
-             Form(json_object=True), Form(grammar='root ::= "1" | "2"'), Form()]  # fmt: skip
-    return {
+    forms = structures([{"regex": "[0-4]+"}, {"choice": ["12", "345"]}, {"json": {"type": "object"}},
+                        {"json_object": True}, {"grammar": 'root ::= "1" | "2"'}, {}])  # fmt: skip
+    tries = {
         "n": [{"n": 2} | SURE],
         "presence_penalty": [{"presence_penalty": 1.5}, {"presence_penalty": -2.0}],
         "frequency_penalty": [{"frequency_penalty": 1.5}],
@@ -76,20 +81,36 @@ def fields() -> dict[str, list[dict]]:
         "bad_words": [{"bad_words": ["67", "2"]}],
         "_bad_words_token_ids": [{"_bad_words_token_ids": [[6, 7], [2]]}],
         "skip_reading_prefix_cache": [{"skip_reading_prefix_cache": True}],
+        "logprob_token_ids": [{"logprob_token_ids": [6, 1]}],
+        "skip_clone": [{"skip_clone": True}],
+        "_eos_token_id": [{"_eos_token_id": 7, "ignore_eos": False}],
+        "routed_experts_prompt_start": [{"routed_experts_prompt_start": 3}],
+        "thinking_token_budget": [{"thinking_token_budget": 3}],
+        "repetition_detection": [{"repetition_detection": None}],
     }
+    return {name: tries[name] for name in tries if name in SamplingParams.__struct_fields__}
+
+
+def structures(kinds: list[dict]) -> list:
+    """Those that vLLM lets a caller make: it has refused the others already."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    found = []
+    for kind in kinds:
+        with contextlib.suppress(ValueError):
+            found.append(StructuredOutputsParams(**kind))
+    return found
 
 
 def refused() -> list[dict]:
     """What no engine can serve."""
-    from vllm.sampling_params import StructuredOutputsParams as Form
-
-    forms = [
-        Form(grammar="root ::= ("), Form(grammar=" "), Form(regex="("), Form(regex="[]"),
-        Form(json='{"type": '), Form(json={"type": "nonsense"}), Form(choice=[]), Form(structural_tag="{}"),
-        Form(json_object=False),
-        Form(json={"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 3}}}),
-        {"regex": "1"},
+    integer = {"type": "integer", "multipleOf": 3}
+    kinds = [
+        {"grammar": "root ::= ("}, {"grammar": " "}, {"regex": "("}, {"regex": "[]"}, {"json": '{"type": '},
+        {"json": {"type": "nonsense"}}, {"choice": []}, {"structural_tag": "{}"}, {"json_object": False},
+        {"json": {"type": "object", "properties": {"a": integer}}},
     ]  # fmt: skip
+    forms = [*structures(kinds), {"regex": "1"}]
     return [
         {"n": 0}, {"n": 2}, {"presence_penalty": 3.0}, {"presence_penalty": NAN}, {"repetition_penalty": 0.0},
         {"repetition_penalty": NAN}, {"repetition_penalty": INF}, {"temperature": NAN}, {"temperature": INF},
@@ -99,8 +120,8 @@ def refused() -> list[dict]:
         {"stop_token_ids": ["a"]}, {"stop_token_ids": [10**9], "min_tokens": 3}, {"stop_token_ids": [2**70]},
         {"stop_token_ids": [-1], "min_tokens": 3}, {"ignore_eos": "yes"}, {"max_tokens": 0},
         {"max_tokens": 5.5}, {"max_tokens": 2**70}, {"min_tokens": -1}, {"min_tokens": 99},
-        {"min_tokens": 1.5}, {"logprobs": 10**6}, {"logprobs": 17}, {"logprobs": 1.5},
-        {"prompt_logprobs": 10**6}, {"prompt_logprobs": 17}, {"prompt_logprobs": -2},
+        {"min_tokens": 1.5}, {"logprobs": 10**6}, {"logprobs": 18}, {"logprobs": 1.5},
+        {"prompt_logprobs": 10**6}, {"prompt_logprobs": 18}, {"prompt_logprobs": -2},
         {"prompt_logprobs": "a"}, {"truncate_prompt_tokens": 0}, {"output_kind": 7}, {"output_kind": None},
         {"_all_stop_token_ids": {999}, "min_tokens": 3}, {"logit_bias": {99: 1.0}}, {"logit_bias": {-1: 1.0}},
         {"logit_bias": {1: NAN}}, {"logit_bias": {1: INF}}, {"logit_bias": {"1": 1.0}},
@@ -116,8 +137,6 @@ def refused() -> list[dict]:
 
 def odd(directory: str) -> list[dict]:
     """What can be served, however odd; that of a KV connector is for its engine."""
-    from vllm.sampling_params import StructuredOutputsParams as Form
-
     kv = [5, {"moved_kv": 3}, {"moved_kv": {"directory": 7, "tokens": 20}}, {"moved_kv": {"tokens": 20}},
           {"moved_kv": {"directory": directory, "tokens": 20}},
           {"moved_kv": {"directory": f"{directory}/taken-nothing", "tokens": 20}},
@@ -129,8 +148,8 @@ def odd(directory: str) -> list[dict]:
         {"bad_words": list("0123456789")}, {"stop": ["zzz"] * 100}, {"logit_bias": {}},
         {"logit_bias": dict.fromkeys(range(16), -INF)}, {"allowed_token_ids": [1, 1]},
         {"allowed_token_ids": [1], "logit_bias": {1: -INF}}, {"stop_token_ids": [10**9]},
-        {"truncate_prompt_tokens": 10**6}, {"output_text_buffer_length": -5},
-        {"structured_outputs": Form(choice=["\u00fc"])}, {"structured_outputs": Form(regex="")},
+        {"output_text_buffer_length": -5},
+        *({"structured_outputs": form} for form in structures([{"choice": ["\u00fc"]}, {"regex": ""}])),
         *({"extra_args": {"kv_transfer_params": params}} for params in kv),
         {"extra_args": {"kv_transfer_params": kv[-1]}, "prompt_logprobs": 0},
     ]  # fmt: skip
@@ -158,7 +177,10 @@ class Engine:
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
         name, params = next(self.names), SamplingParams(**BASE | params)
-        request = self.engine.input_processor.process_inputs(name, {"prompt_token_ids": prompt}, params)
+        process, more = self.engine.input_processor.process_inputs, {}
+        if "supported_tasks" in inspect.signature(process).parameters:
+            more = {"supported_tasks": self.engine.get_supported_tasks()}
+        request = process(name, {"prompt_token_ids": prompt}, params, **more)
         try:
             request = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
             self.engine.add_request(name, request, request.sampling_params)
@@ -237,7 +259,7 @@ def serve(path: str, directory: str, options: dict, moving: bool) -> dict:
                     names[name] = engine.send(PROMPT, params)
             except (ValueError, TypeError) as error:
                 found["fields"][name] = {"refused": str(error)}
-    prompts = [[], [16], [-1], [1.5], ["1"], [None], [1] * 129]
+    prompts = [[], [17], [-1], [1.5], ["1"], [None], [1] * 129]
     for prompt, params in [(PROMPT, params) for params in refused()] + [(prompt, {}) for prompt in prompts]:
         name = repr(params or prompt[:2])
         try:
@@ -245,7 +267,9 @@ def serve(path: str, directory: str, options: dict, moving: bool) -> dict:
             found["refused"][name] = None
         except (ValueError, TypeError) as error:
             found["refused"][name] = str(error)
-    served = [engine.send(PROMPT, params) for params in odd(str(depot and depot.directory))]
+    refusing = NOT_WITH_DRAFTS if "speculative_config" in options else set()
+    tries = [params for params in odd(str(depot and depot.directory)) if not refusing & params.keys()]
+    served = [engine.send(PROMPT, params) for params in tries]
     beside.append(engine.send(BESIDE, {}))
     engine.finish()
     assert all(engine.outputs[name].finished for name in served)
@@ -261,7 +285,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(npu_ground, model, tmp_path_factory):
-    return npu_ground.run(serve, model, str(tmp_path_factory.mktemp("kv")), {}, False)
+    return npu_ground.run(serve, model, str(tmp_path_factory.mktemp("kv")), NOT_AHEAD, False)
 
 
 def test_every_field_is_tried():
@@ -272,13 +296,13 @@ def test_every_field_is_tried():
 
 def check_refusals(found: dict) -> None:
     assert [params for params, message in found["refused"].items() if not message] == []
-    assert all(tokens == found["beside"][0] for tokens in found["beside"])
+    assert [tokens for tokens in found["beside"] if tokens != found["beside"][0]] == []
 
 
 def test_plain_decoding_serves_or_refuses_each_request_alone(plain):
     check_refusals(plain)
     unserved = [name for name, answer in plain["fields"].items() if "refused" in answer]
-    assert unserved == ["logits_processors/0"]
+    assert set(unserved) <= {"logits_processors/0", "thinking_token_budget/0"}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -290,6 +314,11 @@ def test_answers_are_those_of_plain_decoding(npu_ground, model, plain, tmp_path,
     for name, answer in found["fields"].items():
         expected = plain["fields"][name]
         if name.startswith("seed") and ("sam" in mode or mode == "moved"):
+            continue
+        if name.partition("/")[0] in NOT_WITH_DRAFTS and "sam" in mode:
+            assert "refused" in answer, name
+            continue
+        if name.startswith("logprob_token_ids") and "sam" in mode:  # vLLM 0.23 leaves them out beside drafts
             continue
         if answer.get("text", 0) is None:
             expected = expected | {"text": None}  # that of a move is in two parts

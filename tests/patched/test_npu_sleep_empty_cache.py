@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from npu_ground import make_llm
+from npu_ground import make_llm, save_random_model
 
 TOKENS = 400
 
@@ -23,8 +23,8 @@ def fall_asleep(path: str, level: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_freed_blocks_go_back_with_sleep(npu_ground, tiny, level):
-    awake, asleep = npu_ground.run(fall_asleep, str(tiny / "model"), level)
+def test_freed_blocks_go_back_with_sleep(npu_ground, tmp_path, level):
+    awake, asleep = npu_ground.run(fall_asleep, str(save_random_model(tmp_path)), level)
     print(f"allocated and reserved: {awake}, in sleep level {level}: {asleep}")
     assert awake[1] - awake[0] > 2**20
     assert asleep[1] == asleep[0]

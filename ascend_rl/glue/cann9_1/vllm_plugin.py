@@ -7,9 +7,11 @@ import multiprocessing
 from types import ModuleType
 from typing import Any
 
+from ascend_rl.glue.cann9_1 import ascend_fixes, vllm_fixes
 from ascend_rl.glue.cann9_1.hooks import Hooks, or_stop, version_is
 from ascend_rl.host import core_binding
 from ascend_rl.host.disable_gc import CallCollector, collect_between
+from ascend_rl.speculation.bs_threshold_for_spec_decode import KEY, draft_gate
 
 hooks = Hooks()
 
@@ -113,13 +115,35 @@ def know_the_method(module: ModuleType) -> None:
     module.get_spec_decode_method = get_spec_decode_method
 
 
+@hooks.after("vllm_ascend.worker.model_runner_v1")
+def draft_in_small_batches(module: ModuleType) -> None:
+    """VLLM_SPECULATIVE_BATCH_SIZE_THRE, or additional_config.bs_threshold_for_spec_decode."""
+    runner = module.NPUModelRunner
+    start, propose = runner.__init__, runner.propose_draft_token_ids
+
+    def __init__(self, vllm_config, *args, **kwargs):
+        start(self, vllm_config, *args, **kwargs)
+        method = self.speculative_config and self.speculative_config.method
+        if method == "custom_class" and self.speculative_config.model == f"{SAM}.SamDrafter":
+            method = "sam"
+        self.draft_gate = draft_gate(method, (vllm_config.additional_config or {}).get(KEY))
+
+    def propose_draft_token_ids(self, *args, **kwargs):
+        if not self.draft_gate(self.input_batch.num_reqs):
+            return [[] for _ in range(self.input_batch.num_reqs)]
+        return propose(self, *args, **kwargs)
+
+    runner.__init__, runner.propose_draft_token_ids = __init__, propose_draft_token_ids
+
+
 @or_stop
 def register() -> None:
     if not version_is("vllm", "0.23"):
         return
     if multiprocessing.current_process().name.startswith("EngineCore"):
         core_binding.bind("engine")
-    hooks.install()
+    for found in (hooks, ascend_fixes.hooks, vllm_fixes.hooks):
+        found.install()
     from vllm.platforms import current_platform
 
     if current_platform.device_type == "cpu":

@@ -1,0 +1,31 @@
+"""Hooks of vLLM 0.23.0 that need no device."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from ascend_rl.host import idle
+
+
+@pytest.mark.parametrize("spin, looks", [("0.01", (1, 40)), ("", (41, 1000))])
+def test_a_worker_without_a_call_waits_after_its_loop(monkeypatch, spin, looks):
+    """Of some 300 looks in 0.3 s without the setting, and it still gets the next call."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    monkeypatch.setenv(idle.VARIABLE, spin)
+    yields = []
+    monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: yields.append(time.sleep(0.001)))
+    writer = shm_broadcast.MessageQueue(1, 1)
+    reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    ready = threading.Thread(target=writer.wait_until_ready)
+    ready.start()
+    reader.wait_until_ready()
+    ready.join()
+    with pytest.raises(TimeoutError):
+        reader.dequeue(timeout=0.3)
+    assert looks[0] <= len(yields) <= looks[1]
+    writer.enqueue({"a": "call"})
+    assert reader.dequeue(timeout=60) == {"a": "call"}
