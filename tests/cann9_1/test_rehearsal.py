@@ -42,7 +42,7 @@ FROM_ALL_TOKENS = ["actor_rollout_ref.rollout.top_k=-1", "actor_rollout_ref.roll
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", CASES)
 def test_two_steps(root, tmp_path, recipe):
-    """Rollout and trainer run the same model, with graphs, sleep and several ranks each; R3 replays its routes."""
+    """Rollout and trainer run the same model, with graphs, sleep and several ranks; R3 replays its routes."""
     script, rollout, trainer, variables = RECIPES[recipe]
     if "sends of pipelines and rings" in trainer and not (stack.DIRECTORY / "frameworks/mindspeed").is_dir():
         pytest.skip("bash download_frameworks_source_code.sh --only mindspeed fetches what is missing")
