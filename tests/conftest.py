@@ -43,6 +43,7 @@ BOTH = (
     "patched/test_npu_preempted_drafts.py", "patched/test_npu_races.py",
     "patched/test_npu_rejection_sampler.py", "patched/test_npu_replay_stream.py",
     "patched/test_npu_sampling_params.py", "patched/test_npu_sleep_empty_cache.py",
+    "patched/test_set_hccl_op_expansion_mode.py", "patched/test_sleep_level_2.py",
     "software_npu/test_device_operators.py", "software_npu/test_device_streams.py",
 )  # fmt: skip
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12

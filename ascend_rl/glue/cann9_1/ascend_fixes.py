@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 
 from ascend_rl.glue.cann9_1.hooks import Hooks
+from ascend_rl.rollout.npu_options import expansion_mode
 from ascend_rl.speculation.rejection_sampler import expand
+from ascend_rl.weights.sleep_level_2 import unregistered
 
 hooks = Hooks()
 
@@ -29,3 +31,41 @@ def expand_rows_without_triton(module: ModuleType) -> None:
     if not module.HAS_TRITON:
         module.AscendRejectionSampler.apply_penalties = staticmethod(module.RejectionSampler.apply_penalties)
         module.expand_batch_to_tokens = expand
+
+
+@hooks.after("vllm_ascend.worker.worker")
+def keep_what_level_2_takes(module: ModuleType) -> None:
+    """Sleep level 2 discards what is made while a model is loaded: expert maps and ids, rotary tables."""
+    worker = module.NPUWorker
+    load, sleep, wake_up = worker.load_model, worker.sleep, worker.wake_up
+
+    def load_model(self) -> None:
+        load(self)
+        if self.vllm_config.model_config.enable_sleep_mode:
+            allocator = module.CaMemAllocator.get_instance()
+            self.unregistered = unregistered(self.model_runner.model, allocator)
+
+    def save_and_sleep(self, level: int = 1) -> None:
+        if level == 2:
+            self.unregistered.save()
+        sleep(self, level)
+
+    def wake_up_and_restore(self, tags: list[str] | None = None) -> None:
+        wake_up(self, tags)
+        self.unregistered.restore(tags)
+
+    worker.load_model, worker.sleep, worker.wake_up = load_model, save_and_sleep, wake_up_and_restore
+
+
+@hooks.after("vllm_ascend.utils")
+def set_expansion_modes(module: ModuleType) -> None:
+    """additional_config.hccl_op_expansion_mode: the mode of each communication domain."""
+    options = module.get_hccl_config_for_pg_options
+
+    def get_hccl_config_for_pg_options(group_name: str) -> dict | None:
+        from vllm.config import get_current_vllm_config
+
+        modes = get_current_vllm_config().additional_config.get("hccl_op_expansion_mode")
+        return expansion_mode(options(group_name), group_name, modes)
+
+    module.get_hccl_config_for_pg_options = get_hccl_config_for_pg_options
