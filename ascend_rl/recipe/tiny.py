@@ -71,22 +71,21 @@ def operand_pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int
     return pairs[held_out:], pairs[:held_out]
 
 
-def spaces() -> str:
-    """Tokens for verl 0.9: the newline that its agent loop asks a Qwen tokenizer for, and a space, since two
-    ranks share an even vocabulary only."""
+def newline() -> str:
+    """The token that verl 0.9's agent loop asks a Qwen tokenizer for; earlier ones need none."""
     try:
         major, minor = importlib.metadata.version("verl").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:
         return ""
-    return "\n " if (int(major), int(minor)) >= (0, 9) else ""
+    return "\n" if (int(major), int(minor)) >= (0, 9) else ""
 
 
-def make_tokenizer():
-    """A character tokenizer with Qwen3's chat and thinking tokens."""
+def make_tokenizer(even: bool = False):
+    """A character tokenizer with Qwen3's chat and thinking tokens; ``even``: and a space if they are odd."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    tokens = [*"0123456789+", *spaces()]
+    tokens = [*"0123456789+", *newline(), *(" " * (even and bool(newline())))]
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")])
@@ -239,7 +238,7 @@ def make(out: Path, arguments: argparse.Namespace, description: str) -> None:
     torch.set_num_threads(1)  # as fast for a model this small, and much faster on a busy machine
     torch.manual_seed(arguments.seed)
     training, held_out = operand_pairs(arguments.seed)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(arguments.even)
     model = make_model(tokenizer, arguments.seed, arguments.moe)
     reached = warm_start(model, tokenizer, training, arguments.seed, arguments.warm_start)
 
@@ -284,13 +283,16 @@ Writes model/, train.parquet and val.parquet into --out, which appears when it i
     )
     parser.add_argument("--moe", action="store_true", help="make a Qwen3-MoE")
     parser.add_argument(
+        "--even", action="store_true", help="make an even number of tokens, of which two ranks have half each"
+    )
+    parser.add_argument(
         "--validation", type=whole(), default=256, metavar="N", help="held-out prompts to keep"
     )
     args = parser.parse_args(argv)
 
     description = (
         f"seed={args.seed} warm_start={args.warm_start} validation={args.validation}{' moe' * args.moe}"
-        f"{' spaces' * bool(spaces())}\n"
+        f"{' newline' * bool(newline())}{' even' * (args.even and bool(newline()))}\n"
     )
     if not args.out.exists():
         args.out.parent.mkdir(parents=True, exist_ok=True)

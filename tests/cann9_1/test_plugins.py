@@ -88,3 +88,11 @@ print(_custom_ops._supports_onednn)
 """
     assert python(code.format(plugin=True)).stdout.split() == ["True", "False"]
     assert python(code.format(plugin=False)).stdout.split()[0] == "False"  # the kernel is still wrong
+
+
+def test_the_tiny_vocabulary_has_a_newline_and_is_even_on_request():
+    from ascend_rl.recipe.tiny import make_tokenizer
+
+    whole, even = make_tokenizer(), make_tokenizer(even=True)
+    assert (len(whole), len(even)) == (17, 18)
+    assert "\n" in whole.get_vocab() and " " in even.get_vocab()
