@@ -285,8 +285,6 @@ WRITTEN = {
     "glue/cann9_1/trainer.py Trainer._save_checkpoint: self.agent_loop_manager.memory.save(partial)",
     "rollout/prompt_memory.py PromptMemory.save: np.savez(Path(directory, FILE), **saved)",
     "weights/checkpoints.py begin: (partial / POSITION).write_text(json.dumps(asdict(passes.after(step))))",
-    # a request in a list of the scheduler
-    "glue/cann9_1/vllm_fixes.py start_over_without_kv._handle_invalid_blocks: self.running.remove(request)",
     # KV of moved requests, in directories of the servers
     "rollout/moved_kv.py Depot.expect: (directory / ABOUT).write_text(self._about(weights))",
     "rollout/moved_kv.py MovedKV.request_finished: directory.with_suffix(ENDED).touch()",

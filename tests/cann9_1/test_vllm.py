@@ -29,3 +29,20 @@ def test_a_worker_without_a_call_waits_after_its_loop(monkeypatch, spin, looks):
     assert looks[0] <= len(yields) <= looks[1]
     writer.enqueue({"a": "call"})
     assert reader.dequeue(timeout=60) == {"a": "call"}
+
+
+def test_a_call_without_its_notification_arrives(monkeypatch):
+    """The sender drops a notification while the one before is on its way."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    monkeypatch.setenv(idle.VARIABLE, "0.01")
+    writer = shm_broadcast.MessageQueue(1, 1)
+    reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    ready = threading.Thread(target=writer.wait_until_ready)
+    ready.start()
+    reader.wait_until_ready()
+    ready.join()
+    monkeypatch.setattr(writer._spin_condition, "notify", lambda: None)
+    threading.Timer(0.2, writer.enqueue, ["a call"]).start()
+    before = time.monotonic()
+    assert reader.dequeue(timeout=20) == "a call" and time.monotonic() - before < 10

@@ -13,6 +13,7 @@ from ascend_rl.host import idle
 from ascend_rl.rollout.request_checks import check, check_prompt
 
 hooks = Hooks()
+LOOK_MS = 100  # a lost notification delays a call by no more
 
 
 @hooks.after("vllm.v1.core.sched.scheduler")
@@ -107,16 +108,24 @@ def no_flash_attn_elsewhere(module: ModuleType) -> None:
 
 @hooks.after("vllm.distributed.device_communicators.shm_broadcast")
 def sleep_when_idle(module: ModuleType) -> None:
-    """ROLLOUT_SPIN_S: seconds in which a worker looks for its next call in a loop, before it waits."""
+    """ROLLOUT_SPIN_S: seconds in which a worker looks for its next call in a loop, before it waits.
+
+    It waits for a notification, which its sender may drop (SNDHWM=1), so it looks again now and then.
+    """
     condition = module.SpinCondition
-    start = condition.__init__
+    start, wait = condition.__init__, condition.wait
 
     def __init__(self, *args, **kwargs):
         start(self, *args, **kwargs)
         if self.is_reader and os.environ.get(idle.VARIABLE):
             self.busy_loop_s = idle.spin_and_sleep()[0]
 
-    condition.__init__ = __init__
+    def look_again(self, timeout_ms: int | None = None) -> None:
+        if os.environ.get(idle.VARIABLE):
+            timeout_ms = min(LOOK_MS, LOOK_MS if timeout_ms is None else timeout_ms)
+        wait(self, timeout_ms)
+
+    condition.__init__, condition.wait = __init__, look_again
 
 
 class Grammars:
