@@ -96,6 +96,19 @@ def test_only_a_run_with_the_manager_has_the_trainer(monkeypatch):
     assert made == ["Trainer", "PPOTrainerSync"]
 
 
+def test_responses_of_training_and_validation_are_learned(monkeypatch):
+    from ascend_rl.glue.cann9_1 import trainer
+
+    sampled = SimpleNamespace(sample=lambda partition_id, **_: (partition_id, {"metric": 1}))
+    monkeypatch.setattr(trainer.PPOTrainerSync, "_build_replay_buffer", lambda self: sampled)
+    made, learned = trainer.Trainer.__new__(trainer.Trainer), []
+    made.agent_loop_manager = SimpleNamespace(learn=learned.append)
+    buffer = made._build_replay_buffer()
+    assert buffer.sample(partition_id="train", batch_size=1) == ("train", {"metric": 1})
+    buffer.sample(partition_id="val", batch_size=1)
+    assert learned == ["train", "val"]
+
+
 def test_without_old_log_probs_the_update_is_the_same():
     """Loss and gradient, with old log-probs and without; and the gap to the rollout is reported."""
     import torch

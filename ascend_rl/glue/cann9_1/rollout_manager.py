@@ -7,7 +7,7 @@ into TransferQueue until all responses are there. `Trainer` calls what is left o
     begin     watch servers, draw the progress line, move requests       prepare_step, on_validate_begin
     generate_sequences    place samples, add earlier responses           verl's trainer
     end       stop that; what the engines did, for the timing            on_sample_end, on_validate_end
-    learn     remember lengths and texts of the responses                before the batch is balanced
+    learn     remember lengths and texts of the responses                when they are sampled
 
 What lasts runs in an event loop of its own, in a thread.
 """

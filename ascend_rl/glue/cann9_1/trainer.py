@@ -62,9 +62,17 @@ class Trainer(PPOTrainerSync):
         self.agent_loop_manager.end()
         super().on_validate_end()
 
-    def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self.agent_loop_manager.learn(batch)
-        return super()._balance_batch(batch, *args, **kwargs)
+    def _build_replay_buffer(self) -> Any:
+        buffer = super()._build_replay_buffer()
+        sample = buffer.sample
+
+        def sample_and_learn(*args: Any, **kwargs: Any) -> tuple[Any, dict]:
+            batch, metrics = sample(*args, **kwargs)
+            self.agent_loop_manager.learn(batch)
+            return batch, metrics
+
+        buffer.sample = sample_and_learn
+        return buffer
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **step: Any) -> None:
         metrics.update(step_metrics(timing_raw, metrics, self.config.actor_rollout_ref.actor.ppo_epochs))
