@@ -47,12 +47,8 @@ if [ $# -gt 0 ]; then
     exit "$status"
 fi
 
-if [ "$STACK" != cann8.5 ]; then
-    ARGS=()
-    [ "$ALL" = 1 ] || ARGS=(-m "not long")
-elif [ "$ALL" = 1 ]; then
-    ARGS=()
-else
+ARGS=()
+if [ "$ALL" = 0 ]; then
     ARGS=(-m "not long")
     [ -d data/proofs ] || ARGS+=(--ignore=tests/patched/test_left_out.py)
 fi

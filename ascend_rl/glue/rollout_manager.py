@@ -41,12 +41,7 @@ SERVER = "rollout_server"  # of a sample, in a DataProto's non_tensor_batch
 
 
 class LoadBalancer(request_mover.MovableRouting, agent_loop.GlobalRequestLoadBalancer.__ray_actor_class__):
-    """Routes a request to the server where its sample is placed, a later turn where the conversation is."""
-
-    def acquire_server(self, request_id: str, placed: str | None = None) -> str:
-        if placed in self._inflight_requests and request_id not in self._request_id_to_server:
-            self._request_id_to_server[request_id] = placed
-        return super().acquire_server(request_id)
+    """verl's, for placed samples, requests that move, and servers that restart."""
 
 
 class ServerManager(agent_loop.AsyncLLMServerManager):

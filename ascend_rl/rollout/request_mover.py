@@ -282,7 +282,13 @@ class MovableRequests:
 
 
 class MovableRouting:
-    """Added to verl's GlobalRequestLoadBalancer: requests that change servers, and servers that die."""
+    """Added to verl's GlobalRequestLoadBalancer: placed samples, requests that move, and servers that die."""
+
+    def acquire_server(self, request_id: str, placed: str | None = None) -> Any:
+        """The server where a request's sample is placed; for a later turn, where the conversation is."""
+        if placed in self._inflight_requests and request_id not in self._request_id_to_server:
+            self._request_id_to_server[request_id] = placed
+        return super().acquire_server(request_id)
 
     def move_request(self, request_id: str, target: str | None) -> str:
         """Count a request, and its later turns, at ``target``; if that is gone, at the least loaded."""

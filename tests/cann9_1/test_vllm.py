@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from message_queue import ends
 
 from ascend_rl.host import idle
 
@@ -18,12 +19,7 @@ def test_a_worker_without_a_call_waits_after_its_loop(monkeypatch, spin, looks):
     monkeypatch.setenv(idle.VARIABLE, spin)
     yields = []
     monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: yields.append(time.sleep(0.001)))
-    writer = shm_broadcast.MessageQueue(1, 1)
-    reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
-    ready = threading.Thread(target=writer.wait_until_ready)
-    ready.start()
-    reader.wait_until_ready()
-    ready.join()
+    writer, reader = ends()
     with pytest.raises(TimeoutError):
         reader.dequeue(timeout=0.3)
     assert looks[0] <= len(yields) <= looks[1]
@@ -33,15 +29,8 @@ def test_a_worker_without_a_call_waits_after_its_loop(monkeypatch, spin, looks):
 
 def test_a_call_without_its_notification_arrives(monkeypatch):
     """The sender drops a notification while the one before is on its way."""
-    from vllm.distributed.device_communicators import shm_broadcast
-
     monkeypatch.setenv(idle.VARIABLE, "0.01")
-    writer = shm_broadcast.MessageQueue(1, 1)
-    reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
-    ready = threading.Thread(target=writer.wait_until_ready)
-    ready.start()
-    reader.wait_until_ready()
-    ready.join()
+    writer, reader = ends()
     monkeypatch.setattr(writer._spin_condition, "notify", lambda: None)
     threading.Timer(0.2, writer.enqueue, ["a call"]).start()
     before = time.monotonic()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+from message_queue import ends
 
 from ascend_rl.host import idle
 from ascend_rl.settings.switch import CannotWork
@@ -21,12 +21,7 @@ def waiting(monkeypatch):
         # vLLM keeps its variables once an engine has started in this process.
         monkeypatch.setitem(vars(shm_broadcast.envs), "VLLM_SLEEP_WHEN_IDLE", sleeps)
         monkeypatch.setenv(idle.VARIABLE, spin)
-        writer = shm_broadcast.MessageQueue(1, 1)
-        reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
-        ready = threading.Thread(target=writer.wait_until_ready)
-        ready.start()
-        reader.wait_until_ready()
-        ready.join()
+        writer, reader = ends()
         slept = []
 
         def sleep(seconds):

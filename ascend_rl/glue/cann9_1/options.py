@@ -5,9 +5,10 @@ verl keeps that dictionary for others. `stacks/cann9.1/recipe.sh` writes the rec
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
+
+from ascend_rl.settings.switch import switched_on
 
 MANAGER = "ascend_rl.glue.cann9_1.rollout_manager.RolloutManager"
 
@@ -19,14 +20,7 @@ def ours(rollout: Any) -> bool:
 
 def options(rollout: Any) -> Mapping[str, Any]:
     """The settings of verl's rollout configuration, defaults included."""
-    moves = {"enable": os.environ.get("ROLLOUT_REBALANCE_ENABLE", "0").lower() in ("1", "true")}
+    defaults = {"data_rebalance": False, "use_tqdm": False, "compute_old_log_prob": True}
     given = dict(rollout.get("custom") or {})
-    return (
-        {
-            "data_rebalance": False,
-            "use_tqdm": False,
-            "compute_old_log_prob": True,
-        }
-        | given
-        | {"rollout_rebalance": moves | dict(given.get("rollout_rebalance") or {})}
-    )
+    moves = {"enable": switched_on("ROLLOUT_REBALANCE_ENABLE")} | dict(given.get("rollout_rebalance") or {})
+    return defaults | given | {"rollout_rebalance": moves}

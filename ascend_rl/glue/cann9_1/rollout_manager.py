@@ -126,15 +126,14 @@ class RolloutManager(agent_loop_tq.AgentLoopManagerTQ):
         self._run(self._begin(requests, title))
 
     async def _begin(self, requests: int, title: str) -> None:
-        self._around, moves = contextlib.AsyncExitStack(), None
-        if self.rollout_config.name == "vllm":
-            moves = request_mover.settings(self.options["rollout_rebalance"], "vllm")
+        self._around, self.mover = contextlib.AsyncExitStack(), None
+        if self.rollout_config.name != "vllm":
+            return
         if self.restarts:
             self._around.enter_context(self.restarts.watching())
         if self.options["use_tqdm"]:
             await self._around.enter_async_context(rollout_progress.shown(self, requests, title))
-        self.mover = None
-        if moves:
+        if moves := request_mover.settings(self.options["rollout_rebalance"], "vllm"):
             servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
             mover = request_mover.RequestMover(servers, moves)
             self.mover = await self._around.enter_async_context(mover)

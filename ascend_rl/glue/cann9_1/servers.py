@@ -14,15 +14,10 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 
 class LoadBalancer(request_mover.MovableRouting, GlobalRequestLoadBalancer):
-    """Routes a request to the server where its sample is placed, a later turn where the conversation is."""
+    """verl's, for placed samples, requests that move, and servers that restart."""
 
     def require_acquire_fields(self) -> list[str]:
         return ["placed"]
-
-    def acquire_server(self, request_id: str, placed: str | None = None) -> tuple[str, Any]:
-        if placed in self._inflight_requests and request_id not in self._request_id_to_server:
-            self._request_id_to_server[request_id] = placed
-        return super().acquire_server(request_id)
 
     def take_servers(self, servers: dict[str, Any]) -> None:
         self._servers |= servers

@@ -17,8 +17,6 @@ from ascend_rl.rollout.engine_stats import step_metrics
 from ascend_rl.weights import checkpoints
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-CORRECTION = "rollout_corr/"
-
 
 class Trainer(PPOTrainerSync):
     resumed: str | None = None  # the checkpoint that this run continues from
@@ -31,16 +29,15 @@ class Trainer(PPOTrainerSync):
         super().__init__(config)
 
     def fit(self, agent_loop_manager: Any) -> None:
-        manager = agent_loop_manager
-        manager.take(self.llm_server_manager)
+        agent_loop_manager.take(self.llm_server_manager)
         server_restart.attach(
-            manager,
+            agent_loop_manager,
             self.checkpoint_manager,
             functools.partial(self.actor_rollout_wg.update_weights, mode="naive"),
         )
-        if manager.memory and self.resumed:
-            manager.memory.load(self.resumed)
-        super().fit(manager)
+        if agent_loop_manager.memory and self.resumed:
+            agent_loop_manager.memory.load(self.resumed)
+        super().fit(agent_loop_manager)
 
     # Around a rollout.
 
@@ -85,7 +82,7 @@ class Trainer(PPOTrainerSync):
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
         batch = super()._update_actor(batch, metrics)
-        for name in [name for name in metrics if name.startswith(f"actor/{CORRECTION}")]:
+        for name in [name for name in metrics if name.startswith("actor/rollout_corr/")]:
             metrics[name.removeprefix("actor/")] = metrics.pop(name)
         return batch
 

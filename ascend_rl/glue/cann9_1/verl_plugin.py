@@ -102,10 +102,8 @@ def load() -> None:
     from ascend_rl.glue.cann9_1 import megatron_training, mindspeed, old_log_prob, router_replay
 
     hooks.install()
-    megatron_training.hooks.install()
-    mindspeed.hooks.install()
-    router_replay.hooks.install()
-    old_log_prob.hooks.install()
+    for part in (megatron_training, mindspeed, router_replay, old_log_prob):
+        part.hooks.install()
     if os.environ.get("VERL_PLATFORM") == "cpu":
         from ascend_rl.glue.cann9_1 import cpu_platform
 
