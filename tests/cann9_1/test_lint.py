@@ -1,0 +1,30 @@
+"""The linter reads this stack's sources: what verl 0.9.1's own NPU scripts say is no error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SAMPLES = Path(__file__).resolve().parents[1] / "samples/lint"
+
+
+@pytest.mark.parametrize(
+    "base, changes, errors",
+    [
+        ("megatron", "unset 'SET[$transformer.use_flash_attn]'", []),  # verl sets it
+        ("megatron", "SET[$transformer.use_flash_attn]=False", ["train.flash_attn"]),
+        ("megatron", "SET[$megatron.grad_offload]=True", ["config.unknown_key"]),  # a key of verl 0.9.0
+        ("megatron", "SET[$megatron.router_replay.mode]=R3", []),
+        ("fsdp", "SET[$actor.use_torch_compile]=True", []),  # as verl's profiling scripts
+    ],
+)
+def test_values_of_this_stack(tmp_path, base, changes, errors):
+    script = tmp_path / "train.sh"
+    script.write_text(f'set -eu\n. {SAMPLES}/{base}.bash\n{changes}\nrun "$@"\n')
+    command = [sys.executable, "-m", "ascend_rl.lint", "--json", str(script)]
+    printed = subprocess.run(command, capture_output=True, text=True).stdout
+    assert [each["check"] for each in json.loads(printed) if each["severity"] == "error"] == errors
