@@ -3,13 +3,14 @@
 #
 # Usage:    bash run_container.sh [OPTIONS] NAME IMAGE [COMMAND...]
 # Example:  bash run_container.sh --build --mount /data qwen3 ascend-rl:latest
+#           STACK=cann9.1 bash run_container.sh --build qwen3 ascend-rl:cann9.1
 #           bash run_container.sh --dry-run --devices 0-7 qwen3 ascend-rl:latest
 # Writes:   nothing on the host; with --build an image of the engine
 # Hardware: an aarch64 Ascend host with the driver installed, and docker (or podman: ENGINE=podman). --build also works on a
 #           host without NPUs, where no container is started.
 # Duration: seconds; with --build about half an hour the first time (an estimate, not measured)
 #
-#   --build           build IMAGE from the Dockerfile here, with the pins of frameworks.lock
+#   --build           build IMAGE from the Dockerfile here, with the pins of the stack's frameworks.lock
 #   --mooncake        with --build: add Mooncake
 #   --soc CHIP        the chip of the image: ascend910b1 to ascend910b4 (Atlas A2) or ascend910_93xx (A3). Default: what npu-smi
 #                     shows on this host, else ascend910_9391
@@ -52,7 +53,7 @@ shift 2
 # pin KEY: a value of [ascend] in frameworks.lock, read without Python, as the host's may be too old.
 pin() {
     local value
-    value="$(sed -n "/^\[ascend\]/,/^\[cpu\]/s/^$1 = \"\(.*\)\"\$/\1/p" "$ROOT/frameworks.lock")"
+    value="$(sed -n "/^\[ascend\]/,/^\[cpu\]/s/^$1 = \"\(.*\)\"\$/\1/p" "$STACK_DIR/frameworks.lock")"
     [ -n "$value" ] || die "frameworks.lock has no [ascend] $1"
     echo "$value"
 }
@@ -126,6 +127,8 @@ if [ -z "$DRY_RUN" ]; then
 fi
 if [ -n "$BUILD" ]; then
     args=("--build-arg=CANN_IMAGE=$(pin "$CANN_IMAGE")")
+    [ "$STACK" = cann8.5 ] || args+=("--build-arg=STACK=$STACK" "--build-arg=PINS=stacks/$STACK")
+    grep -q '^triton-ascend==' "$STACK_DIR/requirements.txt" || args+=("--build-arg=TRITON_ASCEND=$(pin triton_ascend)")
     [ -z "$MOONCAKE" ] || args+=("--build-arg=MOONCAKE=$(pin mooncake)")
     [ -z "$SOC" ] || args+=("--build-arg=SOC_VERSION=$SOC")
     for name in REGISTRY DNF_MIRROR GIT_MIRROR PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_TRUSTED_HOST http_proxy https_proxy no_proxy; do

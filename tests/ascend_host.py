@@ -22,8 +22,10 @@ from packaging.utils import canonicalize_name
 from wheels import wheels_file
 
 import sources
+from ascend_rl.settings.stack import DIRECTORY, NAME
 
 ROOT = Path(__file__).resolve().parent.parent
+PLACE = DIRECTORY.relative_to(ROOT)  # of this stack's pins and frameworks
 SUBMODULE = "csrc/third_party/catlass"
 
 CMAKE = """#!/bin/bash
@@ -32,15 +34,17 @@ CMAKE = """#!/bin/bash
 echo "SOC=$SOC_VERSION CANN=$ASCEND_HOME_PATH $(basename "$PWD"): $*" >>"@LOG@"
 case " $* " in
 *" --target package "*)
-    made=../output/CANN-custom_ops.run
-    printf '#!/bin/bash\\nmkdir -p ${1#*=}/vendors && touch ${1#*=}/vendors/op.so\\n' >$made
-    chmod +x $made
+    mkdir -p ../output
+    for made in ../output/CANN-custom_ops.run cann-ops-transformer.run; do  # by vllm-ascend's release
+        printf '#!/bin/bash\\nmkdir -p ${1#*=}/vendors && touch ${1#*=}/vendors/op.so\\n' >$made
+        chmod +x $made
+    done
     ;;
 *" --build "*)
     [ ! -e "@LOG@.fails" ] || { echo "error: no space left" >&2; exit 2; }
     echo compiled >>objects
     ;;
-*" --install "*) cp objects "$(cat prefix)/vllm_ascend_C.cpython-311-$(uname -m)-linux-gnu.so" ;;
+*" --install "*) cp objects "$(cat prefix)/vllm_ascend_C.@TAG@-$(uname -m)-linux-gnu.so" ;;
 *) for word in "$@"; do case $word in -DCMAKE_INSTALL_PREFIX=*) echo "${word#*=}" >prefix ;; esac; done ;;
 esac
 """
@@ -70,7 +74,7 @@ class Host:
 
     @property
     def tree(self) -> Path:
-        return self.root / "frameworks/vllm_ascend"
+        return self.root / PLACE / "frameworks/vllm_ascend"
 
     @property
     def calls(self) -> list[str]:
@@ -99,8 +103,8 @@ class Host:
 
 def from_git() -> bool:
     """Whether frameworks/vllm_ascend has the commit of the pin, not files of the wheel."""
-    commit = sources.Project.load(ROOT).framework("vllm_ascend").commit
-    command = ["git", "-C", ROOT / "frameworks/vllm_ascend", "cat-file", "-e", commit]
+    commit = sources.Project.load(DIRECTORY).framework("vllm_ascend").commit
+    command = ["git", "-C", DIRECTORY / "frameworks/vllm_ascend", "cat-file", "-e", commit]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
@@ -120,7 +124,7 @@ def make_upstream(directory: Path) -> str:
     git(submodule, "config", "uploadpack.allowAnySHA1InWant", "true")
     git(submodule, "add", ".")
     git(submodule, "commit", "-qm", "catlass")
-    tree, pin = ROOT / "frameworks/vllm_ascend", sources.Project.load(ROOT).framework("vllm_ascend")
+    tree, pin = DIRECTORY / "frameworks/vllm_ascend", sources.Project.load(DIRECTORY).framework("vllm_ascend")
     subprocess.run(["git", "clone", "-qn", tree, directory], check=True, capture_output=True)
     git(directory, "checkout", "-qB", "main", pin.commit)
     git(directory, "update-index", "--cacheinfo", f"160000,{git(submodule, 'rev-parse', 'HEAD')},{SUBMODULE}")
@@ -132,7 +136,7 @@ def make_upstream(directory: Path) -> str:
 
 def names_in(requirements: str) -> set[str]:
     """The distributions that a file of requirements names."""
-    lines = (line.partition("#")[0].strip() for line in (ROOT / requirements).read_text().splitlines())
+    lines = (line.partition("#")[0].strip() for line in (DIRECTORY / requirements).read_text().splitlines())
     return {canonicalize_name(Requirement(line).name) for line in lines if line}
 
 
@@ -157,7 +161,7 @@ def make_python(environment: Path) -> Path:
 def make_host(directory: Path) -> Host:
     """Everything but vllm_ascend itself, which `download_frameworks_source_code.sh` then fetches."""
     commit = make_upstream(directory / "upstream")
-    framework = sources.Project.load(ROOT).framework("vllm_ascend")
+    framework = sources.Project.load(DIRECTORY).framework("vllm_ascend")
     root, environment, cann = directory / "checkout", directory / "python", directory / "cann"
     shutil.copytree(
         ROOT,
@@ -166,13 +170,13 @@ def make_host(directory: Path) -> Host:
             ".git", ".venv*", "frameworks", "data", "outputs", "logs", "checkpoints", ".*_cache"
         ),
     )
-    lock = root / "frameworks.lock"
+    lock = root / PLACE / "frameworks.lock"
     lock.write_text(
         lock.read_text().replace(framework.commit, commit).replace(framework.url, str(directory / "upstream"))
     )
     shutil.copytree(
-        ROOT / "frameworks",
-        root / "frameworks",
+        DIRECTORY / "frameworks",
+        root / PLACE / "frameworks",
         symlinks=True,
         ignore=lambda path, names: [
             name
@@ -186,13 +190,18 @@ def make_host(directory: Path) -> Host:
     cann.mkdir()
     (cann / "moe_distribute_base.h").write_text("struct HcclOpResParam {\n")
     log = directory / "cmake.log"
-    for name, text in (("cmake", CMAKE.replace("@LOG@", str(log))), ("bisheng", "#!/bin/sh\n")):
+    cmake = CMAKE.replace("@LOG@", str(log)).replace("@TAG@", sys.implementation.cache_tag)
+    for name, text in (
+        ("cmake", cmake),
+        ("bisheng", "#!/bin/sh\n"),
+    ):
         (environment / "bin" / name).write_text(text)
         (environment / "bin" / name).chmod(0o755)
     env = {
         "PATH": f"{environment}/bin:/usr/bin:/bin",
         "HOME": str(directory),
         "LANG": "C.UTF-8",
+        "STACK": NAME,
         "ASCEND_TOOLKIT_HOME": str(cann),
         "ASCEND_HOME_PATH": str(cann),
         "SOFTWARE_NPU_BUILD": str(ROOT / "data/software_npu"),

@@ -7,6 +7,7 @@ namespaces of the kernel (unshare), so that the scripts run unchanged and see no
 from __future__ import annotations
 
 import email
+import os
 import re
 import shlex
 import shutil
@@ -23,17 +24,22 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ascend_rl.settings.stack import DEFAULT, DIRECTORY, NAME
+
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = ROOT / "Dockerfile.vllm_ascend.mindspeed.qwen3"
-ASCEND = tomllib.loads((ROOT / "frameworks.lock").read_text())["ascend"]
+STACKS = [tomllib.loads(path.read_text())["ascend"] for path in (
+    ROOT / "frameworks.lock", *ROOT.glob("stacks/*/frameworks.lock"))]  # fmt: skip
+ASCEND = tomllib.loads((DIRECTORY / "frameworks.lock").read_text())["ascend"]
+PINS_OF = "." if NAME == DEFAULT else f"stacks/{NAME}"
 IMAGE_HOST = default_environment() | {
     "platform_machine": "aarch64",
     "sys_platform": "linux",
     "platform_system": "Linux",
-    "python_version": "3.11",
-    "python_full_version": "3.11.0",
+    "python_version": ASCEND["python"],
+    "python_full_version": f"{ASCEND['python']}.0",
     "extra": "",
 }
 
@@ -42,7 +48,7 @@ IMAGE_HOST = default_environment() | {
 
 
 def requirements(name: str) -> list[Requirement]:
-    lines = (line.split(" #")[0].strip() for line in (ROOT / name).read_text().splitlines())
+    lines = (line.split(" #")[0].strip() for line in (DIRECTORY / name).read_text().splitlines())
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
 
 
@@ -58,14 +64,13 @@ def test_requirements_are_pinned_and_equal_the_lock():
     assert len(PINS) > 100
     exact = re.compile(r"[A-Za-z0-9_.-]+==[^*,;\s]+")
     assert [str(r) for r in PINS.values() if not exact.fullmatch(str(r))] == []
-    expected = {
-        name: version
-        for name, version in ASCEND.items()
-        if name not in ("image", "image_a2", "cann", "hdk", "python", "mooncake")
-    }
+    elsewhere = {"image", "image_a2", "cann", "hdk", "python", "mooncake"}
+    if NAME != DEFAULT:
+        elsewhere.add("triton_ascend")  # installed by the Dockerfile
+    expected = {name: version for name, version in ASCEND.items() if name not in elsewhere}
     assert {name: pinned(name) for name in expected} == expected
     for name in ("requirements.in", "requirements.txt"):
-        assert f"--python-version {ASCEND['python']} " in (ROOT / name).read_text()
+        assert f"--python-version {ASCEND['python']} " in (DIRECTORY / name).read_text()
 
 
 def test_requirements_leave_out_what_would_break_the_image():
@@ -83,14 +88,21 @@ def test_pins_satisfy_what_they_were_compiled_from(requirement):
 LEFT_OUT = {
     "vllm_ascend": {"arctic-inference", "pandas-stubs", "pip", "setuptools-scm", "wheel"},  # for builds
     "verl": {"wandb"},  # one of its trackers, imported when chosen
-    "vllm": {"torch", "torchaudio"},  # what the CPU wheel is built for
+    "vllm": {"torch", "torchaudio", "torchvision"},  # what the CPU wheel is built for
 }
+if NAME != DEFAULT:
+    LEFT_OUT["vllm"].add("setuptools")  # of its build
+    LEFT_OUT["vllm_ascend"] |= {
+        "memcache-hybrid",
+        "memfabric-hybrid",
+        "triton-ascend",
+    }  # a backend of KV pools
 
 
 @pytest.mark.parametrize("name", sorted(LEFT_OUT))
 def test_pins_satisfy_the_frameworks(name):
     """Against the metadata that upstream released."""
-    metadata = sorted((ROOT / "frameworks" / name).glob("*.dist-info/METADATA"))
+    metadata = sorted((DIRECTORY / "frameworks" / name).glob("*.dist-info/METADATA"))
     lines = metadata and email.message_from_bytes(metadata[0].read_bytes()).get_all("Requires-Dist")
     if not lines:
         pytest.skip(f"{name} was cloned from git: what it requires is in the wheel's metadata only")
@@ -113,8 +125,10 @@ def test_pins_satisfy_the_frameworks(name):
 def test_documents_name_the_pinned_image():
     for name in ("docs/image.md", "docs/image.zh.md"):
         text = (ROOT / name).read_text()
-        assert set(re.findall(r"cann:[\w.-]+", text)) == {ASCEND["image"], ASCEND["image_a2"]}
-        assert f"torch_npu {ASCEND['torch_npu']}" in text
+        assert set(re.findall(r"cann:[\w.-]+", text)) == {
+            pins[kind] for pins in STACKS for kind in ("image", "image_a2")
+        }
+        assert all(f"torch_npu {pins['torch_npu']}" in text for pins in STACKS)
 
 
 # The Dockerfile.
@@ -127,6 +141,7 @@ def steps() -> list[tuple[str, str]]:
     return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
 
 
+@pytest.mark.skipif(NAME != DEFAULT, reason="the default stack's run does it")
 def test_hadolint():
     command = [Path(sys.executable).parent / "hadolint", DOCKERFILE]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -136,12 +151,12 @@ def test_hadolint():
 def test_the_dockerfile_pins_nothing_itself():
     assert not re.findall(r"\d+\.\d+", "\n".join(arguments for _, arguments in steps()))
     assert ("FROM", "${REGISTRY}/${CANN_IMAGE}") in steps()
-    assert "requirements.txt" in dict(reversed(steps()))["COPY"]
+    assert "${PINS}/requirements.txt" in dict(reversed(steps()))["COPY"]
 
 
 def copy_step(arguments: str, context: Path, image: Path) -> None:
     """COPY, as far as this Dockerfile uses it: files of the context that .dockerignore does not name."""
-    *sources, target = arguments.split()
+    *sources, target = arguments.replace("${PINS}", PINS_OF).split()
     ignored = [
         line.removeprefix("**/")
         for line in (ROOT / ".dockerignore").read_text().splitlines()
@@ -151,11 +166,12 @@ def copy_step(arguments: str, context: Path, image: Path) -> None:
         if source == ".":
             shutil.copytree(context, image, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*ignored))
         else:
-            (image / target).mkdir(exist_ok=True)
+            (image / target).mkdir(parents=True, exist_ok=True)
             shutil.copy(context / source, image / target)
 
 
 @needs_git
+@pytest.mark.skipif(NAME != DEFAULT and "ALL_RECIPES" not in os.environ, reason="only with ALL_RECIPES=1")
 def test_the_steps_after_the_packages_run_with_what_is_copied_before_them(tmp_path):
     """Downloads and builds for the NPU in a directory that holds what the image would hold at that step.
 
@@ -165,16 +181,17 @@ def test_the_steps_after_the_packages_run_with_what_is_copied_before_them(tmp_pa
     host = make_host(tmp_path)
     image = host.root.with_name("image")
     image.mkdir()
-    (host.root / "frameworks").rename(image / "frameworks")
+    (image / PINS_OF).mkdir(parents=True, exist_ok=True)
+    (host.root / PINS_OF / "frameworks").rename(image / PINS_OF / "frameworks")
     arguments_of = {
         name: default for name, _, default in (a.partition("=") for i, a in steps() if i == "ARG")
-    }
+    } | {"STACK": NAME, "PINS": PINS_OF}
     ran = []
     for instruction, arguments in steps():
         if instruction == "COPY":
             copy_step(arguments, host.root, image)
         if instruction == "RUN" and ("download_" in arguments or "build_project" in arguments):
-            if not (ROOT / "frameworks/mindspeed").exists():
+            if not (DIRECTORY / "frameworks/mindspeed").exists():
                 arguments = arguments.replace("&& ./download_frameworks_source_code.sh --only mindspeed", "")
             command = ["bash", "-euo", "pipefail", "-c", arguments]
             result = replace(host, root=image).run(*command, **arguments_of)
@@ -209,7 +226,7 @@ mount --bind /mnt/dev /dev
 
 def run_isolated(setup: str, command: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run bash as root of its own mount, process and network namespaces; this checkout is at /srv there."""
-    env = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/"} | env
+    env = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/", "STACK": NAME} | env
     with tempfile.NamedTemporaryFile("w") as script:  # not -c: what it names would be in a command line
         script.write(f"set -e\nmount --make-rprivate /\nmount --bind {ROOT} /srv\n{setup}\n{command}\n")
         script.flush()
@@ -256,6 +273,11 @@ def test_container_options():
     arguments = [word.removeprefix("--build-arg=") for word in build if word.startswith("--build-arg=")]
     assert arguments == [
         f"CANN_IMAGE={ASCEND['image']}",
+        *(
+            []
+            if NAME == DEFAULT
+            else [f"STACK={NAME}", f"PINS={PINS_OF}", f"TRITON_ASCEND={ASCEND['triton_ascend']}"]
+        ),
         f"MOONCAKE={ASCEND['mooncake']}",
         "PIP_INDEX_URL=https://example.com/a b",
     ]
