@@ -62,8 +62,10 @@ def environment_of(script: str) -> dict[str, str]:
 
 
 def tiny_model() -> Path:
-    """data/tiny/model, made if it is not there."""
-    data = ROOT / "data/tiny"
+    """data/tiny/model of the stack, made if it is not there."""
+    from ascend_rl.settings.stack import DATA
+
+    data = DATA / "tiny"
     subprocess.run([sys.executable, "-m", "ascend_rl.tiny", "--out", data], cwd=ROOT, check=True)
     return data / "model"
 

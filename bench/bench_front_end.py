@@ -1,13 +1,14 @@
 """CPU time of a rollout server's front end per generated token, at 8192 requests.
 
 Usage:    python bench/bench_front_end.py [--quick]
+          STACK=cann9.1 .venv-cann9.1/bin/python bench/bench_front_end.py
 What the server of the 235B layout does between its engines and the agent loops: messages of 32 engines with
 256 requests each are decoded, vLLM's OutputProcessor takes them, AsyncLLM wakes the callers, verl's generate
 makes the result. All of it is verl's and vLLM's own code in one process, with verl's sampling parameters and
 log-probs; only the engines are played: vLLM's encoder has encoded their messages before the clock starts. The
 last step's results are part of a token's time; starting the requests is printed by itself.
-"verl" makes verl's own request (text, an output a token), "here" what the patched server asks for; both have
-the patch of vLLM, and both must return the same. Bar: 8 us per token. Needs data/tiny (made by
+"verl" makes verl's own request (text, an output a token), "here" what this project's server asks for; both
+have our change of vLLM, and both must return the same. Bar: 8 us per token. Needs data/tiny (made by
 quickstart.sh).
 """
 

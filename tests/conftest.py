@@ -19,7 +19,7 @@ import warm
 from hypothesis import HealthCheck, settings
 
 from ascend_rl.process.counts import VARIABLE, counted
-from ascend_rl.settings.stack import DEFAULT, DIRECTORY, NAME
+from ascend_rl.settings.stack import DATA, DEFAULT, DIRECTORY, NAME
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVERS = "rollout servers"
@@ -37,13 +37,17 @@ CPU_S = pytest.StashKey[float]()
 # Of another stack its own folder, and the files that both stacks run. The default one runs all other tests.
 FOLDERS = {"cann9.1": "cann9_1"}
 BOTH = (
-    "patched/test_core_binding.py", "patched/test_disable_gc.py", "patched/test_gspo.py",
+    "patched/test_core_binding.py", "patched/test_device_flops.py", "patched/test_disable_gc.py",
+    "patched/test_driver_version.py", "patched/test_front_end.py", "patched/test_gspo.py",
+    "patched/test_hot_swap_expandable_segments.py", "patched/test_length_quantiles.py",
     "patched/test_npu_bs_threshold.py", "patched/test_npu_dummy_slot_mapping.py",
     "patched/test_npu_import_inductor.py", "patched/test_npu_moved_kv.py",
     "patched/test_npu_preempted_drafts.py", "patched/test_npu_races.py",
     "patched/test_npu_rejection_sampler.py", "patched/test_npu_replay_stream.py",
     "patched/test_npu_sampling_params.py", "patched/test_npu_sleep_empty_cache.py",
     "patched/test_set_hccl_op_expansion_mode.py", "patched/test_sleep_level_2.py",
+    "patched/test_tracking.py", "patched/test_weight_sockets.py",
+    "test_image.py",
     "software_npu/test_device_operators.py", "software_npu/test_device_streams.py",
 )  # fmt: skip
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12
@@ -129,7 +133,7 @@ def short_tmp():
 @pytest.fixture(scope="session")
 def tiny() -> Path:
     """data/tiny of this stack: the tiny Qwen3, its tokenizer and its task."""
-    path = ROOT / "data" / ("" if NAME == DEFAULT else NAME) / "tiny"
+    path = DATA / "tiny"
     subprocess.run([sys.executable, "-m", "ascend_rl.tiny", "--out", str(path)], check=True)
     return path
 

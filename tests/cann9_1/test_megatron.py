@@ -6,6 +6,9 @@ on Hugging Face's log-probs, in one process, differentiated by torch.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from megatron_tiny import (
@@ -18,6 +21,7 @@ from megatron_tiny import (
 from ranks import run_ranks
 from test_megatron_actor import OVERRIDES, UPDATES, reference
 
+from ascend_rl.process.progress import FILE
 from ascend_rl.weights.converter import Options
 from ascend_rl.weights.export import export
 
@@ -99,10 +103,14 @@ def learn_in(rank: int, layouts: list[Layout], paths: dict, directory) -> list[d
     batch, results = make_batch(), []
     for layout in layouts:
         worker = make_worker(layout, paths[layout.kind])
+        os.environ[FILE], forwards = f"{directory}/{layout}-{rank}", []
+        Path(os.environ[FILE]).touch()
+        worker.actor.engine.module[0].register_forward_pre_hook(lambda *_, f=forwards: f.append(1))
         result = {"log_probs": log_probs(worker, batch).numpy(), "loaded": as_numpy(exported(worker))}
         result |= {
             "norms": [update(worker, batch) for _ in range(UPDATES)],
             "weights": as_numpy(exported(worker)),
+            "signs": (Path(os.environ[FILE]).stat().st_size, len(forwards)),
         }
         if layout in RESUMED:
             result["resumed"] = resumes(worker, batch, saved_in(directory, layout))
@@ -168,6 +176,7 @@ def test_every_layout_computes_learns_and_resumes(tmp_path):
             print(f"{where}: {difference:.1e}, norms {result['norms']} of {norms}, weights {worst:.1e}")
             assert result["norms"] in ([None] * UPDATES, pytest.approx(norms, rel=1e-5)), where
             assert worst < 5e-6, where
+            assert result["signs"][0] == result["signs"][1] > 2, where  # of progress, one per micro-batch
             assert all(result.get("resumed", {}).values()), (where, result["resumed"])
             if layout in RESUMED and rank == 0:
                 out = tmp_path / f"{layout} exported"

@@ -7,12 +7,15 @@ and bench/bench_front_end.py.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 from omegaconf import OmegaConf
+
+from ascend_rl.settings.stack import DEFAULT, NAME
 
 VOCABULARY = 12
 
@@ -30,8 +33,11 @@ class Client:
         self.requests: dict[str, object] = {}
         self.aborted: list[str] = []
 
-    def shutdown(self):
+    def shutdown(self, timeout=None):
         pass
+
+    async def get_supported_tasks_async(self):
+        return ("generate",)
 
     async def add_request_async(self, request):
         self.requests[request.request_id] = request
@@ -43,11 +49,9 @@ class Client:
         return self.decoder.decode(await self.queue.get())
 
 
-def make_async_llm(model: Path):
-    """An AsyncLLM whose engines are a `Client`."""
-    from ascend_rl.rollout.engine_stats import counting
+def make_async_llm(kind: type, model: Path):
+    """An AsyncLLM of this kind whose engines are a `Client`."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import EngineCoreClient
 
     given = EngineCoreClient.make_async_mp_client
@@ -56,9 +60,7 @@ def make_async_llm(model: Path):
         args = AsyncEngineArgs(
             model=str(model), enforce_eager=True, max_model_len=256, disable_log_stats=True
         )
-        return counting(AsyncLLM, quiet=True)(
-            args.create_engine_config(), object, log_stats=False, log_requests=False
-        )
+        return kind(args.create_engine_config(), object, log_stats=False, log_requests=False)
     finally:
         EngineCoreClient.make_async_mp_client = given
 
@@ -71,11 +73,15 @@ class Server:
     """
 
     def __init__(self, model: Path, engines: int, seats: int, plain: bool = False, **config):
+        from ascend_rl.rollout.engine_stats import counting
         from ascend_rl.rollout.rollout_progress import Requests
         from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
         from vllm.utils.gc_utils import freeze_gc_heap
+        from vllm.v1.engine.async_llm import AsyncLLM
 
         self.names = [[f"{engine}-{seat}" for seat in range(seats)] for engine in range(engines)]
+        if NAME != DEFAULT:
+            from ascend_rl.glue.cann9_1.rollout_server import Server as vLLMHttpServer
         self.server = object.__new__(vLLMHttpServer)
         self.server.config = OmegaConf.create({
             "max_model_len": 256, "response_length": 128, "prompt_length": 64, "use_tqdm": False,
@@ -83,7 +89,17 @@ class Server:
         })  # fmt: skip
         self.server.model_config = SimpleNamespace(processor=None, lora_rank=0, lora={})
         self.server.global_steps, self.server.requests = 0, Requests()
-        self.server.engine = make_async_llm(model)
+        if NAME == DEFAULT:
+            kind = counting(AsyncLLM, quiet=True)
+        else:  # what the server's constructor and run_server leave there
+            self.server.admitting, self.server._disaggregation_role = set(), None
+            self.server.replica_rank = 0
+            os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"
+            self.server._submission_paused = self.server._rejecting = False
+            own = {"custom": config, "disable_log_stats": True, "full_determinism": False, "mtp": None}
+            self.server.config.update(own)
+            kind = self.server.counting_llm()
+        self.server.engine = make_async_llm(kind, model)
         freeze_gc_heap()  # as vLLM's app does when the server starts; test_engine_stats.py sees it
         self.client = self.server.engine.engine_core
         self.given = {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "logprobs": True}

@@ -27,6 +27,7 @@ def test_one_npu_is_enough(root, driver, shared):
         "SOFTWARE_NPU_CHIP": CHIPS["A3"],
         "SOFTWARE_NPU_COUNT": "2",
         "SOFTWARE_NPU_DRIVER": driver,
+        "VERL_PLATFORM": "",
     }
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]

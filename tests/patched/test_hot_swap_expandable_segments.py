@@ -33,7 +33,7 @@ def options_in_force(root, conf: str | None) -> list[dict[str, str]]:
     run = subprocess.run(
         ["bash", "-c", script],
         cwd=root,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path, "VERL_PLATFORM": ""},
         capture_output=True,
         text=True,
     )

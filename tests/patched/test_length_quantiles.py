@@ -19,6 +19,7 @@ def test_quantiles_of_a_batch(count):
     mask = torch.arange(RESPONSE)[None] < torch.from_numpy(lengths)[:, None]
     zeros = torch.zeros(count, RESPONSE)
     batch = {
+        "prompts": torch.zeros(count, PROMPT, dtype=torch.long),
         "responses": torch.zeros(count, RESPONSE, dtype=torch.long),
         "attention_mask": torch.cat([torch.ones(count, PROMPT, dtype=torch.bool), mask], 1),
         "response_mask": mask,

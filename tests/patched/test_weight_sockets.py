@@ -21,9 +21,9 @@ def test_weights_travel_by_a_socket_in_tmpdir(tmp_path, monkeypatch):
     found, seen = {}, []
     receiver = BucketedWeightReceiver(HANDLE, device=torch.device("cpu"), use_shm=True)
 
-    def load(weights):
+    def load(weights, is_last=True):
         seen.extend(path.name for path in tmp_path.iterdir())
-        found.update(weights)
+        found.update({name: weight.clone() for name, weight in weights})
 
     thread = threading.Thread(target=receiver.receive_weights, args=(load,), daemon=True)
     thread.start()

@@ -60,6 +60,19 @@ def first(owner: type, name: str, call: Callable[..., None]) -> None:
     setattr(owner, name, method)
 
 
+def then(owner: type, name: str, call: Callable[..., None]) -> None:
+    """Have the method of a class call `call` with its arguments once it has returned."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(*args, **kwargs):
+        result = original(*args, **kwargs)
+        call(*args, **kwargs)
+        return result
+
+    setattr(owner, name, method)
+
+
 def version_is(distribution: str, release: str) -> bool:
     """Whether the installed version is `release`, or a patch release or build of it.
 

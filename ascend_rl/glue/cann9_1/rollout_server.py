@@ -14,9 +14,11 @@ import ray
 
 from ascend_rl.glue.cann9_1.options import options
 from ascend_rl.rollout.engine_stats import counting
+from ascend_rl.rollout.front_end import result_only
 from ascend_rl.rollout.request_mover import SAME_KV, MovableRequests, RolloutRebalanceConfig, settings
 from ascend_rl.rollout.rollout_progress import Requests
 from verl.workers.rollout.vllm_rollout import vllm_async_server
+from vllm.sampling_params import RequestOutputKind
 
 # The DP engine of the request in this task of asyncio; None: vLLM chooses.
 dp_engine: ContextVar[int | None] = ContextVar("dp_engine", default=None)
@@ -28,6 +30,7 @@ class Server(MovableRequests, vllm_async_server.vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any):
         # A request's id must be the engine's, too: the mover asks engines for the requests they hold.
         os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"
+        self.admitting: set[str] = set()  # requests on their way to the engine
         super().__init__(*args, **kwargs)
         self.requests = Requests()
 
@@ -42,15 +45,24 @@ class Server(MovableRequests, vllm_async_server.vLLMHttpServer):
         engine_kwargs |= {key: sent[key] for key in ("kv_transfer_config",) if key in sent}
         engine_kwargs |= {"disable_log_stats": False, "cudagraph_metrics": True}  # the engines count
 
-    async def run_server(self, args: Any) -> None:
-        draw, requests = options(self.config)["use_tqdm"], self.requests
+    def counting_llm(self) -> type:
+        """vLLM's AsyncLLM that counts what it generates, and says when a request is with the engine."""
+        draw, requests, admitting = options(self.config)["use_tqdm"], self.requests, self.admitting
 
         class CountingLLM(counting(vllm_async_server.AsyncLLM, self.config.disable_log_stats)):
             def generate(self, *args: Any, **kwargs: Any):
                 outputs = super().generate(*args, data_parallel_rank=dp_engine.get(), **kwargs)
                 return requests.watch(outputs) if draw else outputs
 
-        vllm_async_server.AsyncLLM = CountingLLM  # in this process, which is one server
+            async def add_request(self, request_id: str, *args: Any, **kwargs: Any) -> Any:
+                added = await super().add_request(request_id, *args, **kwargs)
+                admitting.discard(request_id)
+                return added
+
+        return CountingLLM
+
+    async def run_server(self, args: Any) -> None:
+        vllm_async_server.AsyncLLM = self.counting_llm()  # in this process, which is one server
         await super().run_server(args)
 
     async def generate(
@@ -58,7 +70,26 @@ class Server(MovableRequests, vllm_async_server.vLLMHttpServer):
     ) -> Any:
         dp_engine.set(engine)
         sampling_params = await self.with_moved_kv(sampling_params, kv)
-        return await super().generate(prompt_ids, sampling_params, request_id, **others)
+        sampling_params = result_only(sampling_params, RequestOutputKind.FINAL_ONLY)
+        try:
+            return await super().generate(prompt_ids, sampling_params, request_id, **others)
+        finally:
+            self.admitting.discard(request_id)
+
+    async def _park_until_admitted(self, request_id: str) -> Any:
+        rejected = await super()._park_until_admitted(request_id)
+        if rejected is None:
+            self.admitting.add(request_id)
+        return rejected
+
+    @property
+    def _admitting(self) -> int:
+        """How many requests verl's gate waits for. verl itself counts until a request's first output."""
+        return len(self.admitting)
+
+    @_admitting.setter
+    def _admitting(self, count: int) -> None:
+        pass
 
     async def rollout_progress(self, reset: bool = False) -> dict[str, float]:
         if reset:

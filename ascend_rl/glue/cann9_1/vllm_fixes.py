@@ -10,6 +10,7 @@ from typing import Any
 
 from ascend_rl.glue.cann9_1.hooks import Hooks, first
 from ascend_rl.host import idle
+from ascend_rl.rollout.front_end import append_sampled
 from ascend_rl.rollout.request_checks import check, check_prompt
 
 hooks = Hooks()
@@ -51,6 +52,37 @@ def start_over_without_kv(module: ModuleType) -> None:
     first(scheduler, "update_from_output", remember)
     scheduler._update_requests_with_invalid_blocks = _update_requests_with_invalid_blocks
     scheduler._handle_invalid_blocks = _handle_invalid_blocks
+
+
+@hooks.after("vllm.v1.outputs")
+def send_log_probs_as_lists(module: ModuleType) -> None:
+    """From the engine; an array per request and token costs its receiver more than all else."""
+    lists = module.LogprobsLists
+    slice_request = lists.slice_request
+
+    def as_lists(self, *args):
+        return lists(*(part if part is None else part.tolist() for part in slice_request(self, *args)))
+
+    lists.__annotations__.update(dict.fromkeys(lists._fields[:3], Any))
+    lists.slice_request = as_lists
+
+
+@hooks.after("vllm.v1.engine.logprobs")
+def append_lists(module: ModuleType) -> None:
+    import numpy as np
+
+    from vllm.logprobs import FlatLogprobs
+
+    processor = module.LogprobsProcessor
+    update = processor._update_sample_logprobs
+
+    def _update_sample_logprobs(self, lists) -> None:
+        if isinstance(self.logprobs, FlatLogprobs) and self.num_logprobs == 0 and self.tokenizer is None:
+            self.cumulative_logprob += append_sampled(self.logprobs, *lists[:3])
+        else:
+            update(self, type(lists)(*map(np.asarray, lists[:3])))
+
+    processor._update_sample_logprobs = _update_sample_logprobs
 
 
 @hooks.after("vllm.v1.engine.input_processor")
