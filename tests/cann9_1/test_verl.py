@@ -14,48 +14,82 @@ import pytest
 from megatron_tiny import make_batch, make_checkpoint
 from ranks import run_ranks
 from test_megatron import infer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_rl.process.progress import FILE
 
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, LAYERS, TOKENS = "actor_rollout_ref.actor", 3, 48
 
 
-def trained_by(rank: int, path, place: str) -> tuple[bool, int, int]:
-    """Whether FSDP2 shards the model; signs and forward passes of a pass for log-probs."""
+class Gathers(TorchDispatchMode):
+    """How often weights were gathered."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name().startswith("c10d::") and "allgather" in func.name()
+        return func(*args, **kwargs or {})
+
+
+def log_probs_by(rank: int, path, place: str) -> dict[bool, SimpleNamespace]:
+    """Without forward_prefetch and with it: what a pass for log-probs does on one rank."""
     from hydra import compose, initialize_config_module
     from torch.distributed.fsdp import FSDPModule
 
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose(
-            "ppo_trainer",
-            overrides=[
-                f"actor_rollout_ref.model.path={path}",
-                "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-                "actor_rollout_ref.rollout.name=vllm",
-                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
-                f"{ACTOR}.strategy=fsdp2",
-                f"{ACTOR}.use_torch_compile=False",
-                f"{ACTOR}.ppo_mini_batch_size=8",
-                f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
-                f"{ACTOR}.optim.total_training_steps=1",
-            ],
+    found = {}
+    for prefetch in (False, True):
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose(
+                "ppo_trainer",
+                overrides=[
+                    f"actor_rollout_ref.model.path={path}",
+                    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+                    "actor_rollout_ref.rollout.name=vllm",
+                    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
+                    f"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu={TOKENS}",
+                    f"{ACTOR}.strategy=fsdp2",
+                    f"{ACTOR}.fsdp_config.forward_prefetch={prefetch}",
+                    f"{ACTOR}.use_torch_compile=False",
+                    f"{ACTOR}.ppo_mini_batch_size=8",
+                    f"{ACTOR}.use_dynamic_bsz=True",
+                    f"{ACTOR}.ppo_max_token_len_per_gpu={TOKENS}",
+                    f"{ACTOR}.optim.total_training_steps=1",
+                ],
+            )
+        worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
+        worker.init_model()
+        os.environ[FILE] = f"{place}/{prefetch}-{rank}"
+        Path(os.environ[FILE]).touch()
+        module, seen, tokens, gathers = worker.actor.engine.module, [], [], Gathers()
+        module.register_forward_pre_hook(
+            lambda _, args, given, t=tokens: t.append(given["input_ids"].numel()), with_kwargs=True
         )
-    worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
-    worker.init_model()
-    os.environ[FILE] = f"{place}/{rank}"
-    Path(os.environ[FILE]).touch()
-    module, forwards = worker.actor.engine.module, []
-    module.register_forward_pre_hook(lambda *_: forwards.append(1))
-    infer(worker, make_batch())
-    return isinstance(module, FSDPModule), Path(os.environ[FILE]).stat().st_size, len(forwards)
+        for layer in module.model.layers:
+            layer.input_layernorm.register_forward_pre_hook(lambda *_, g=gathers, s=seen: s.append(g.count))
+        with gathers:
+            _, output = infer(worker, make_batch())
+        found[prefetch] = SimpleNamespace(
+            sharded=isinstance(module, FSDPModule), tokens=tokens,
+            signs=Path(os.environ[FILE]).stat().st_size,
+            gathers=seen[:LAYERS], log_probs=output["log_probs"].values().tolist(),
+        )  # fmt: skip
+    return found
 
 
-def test_the_engine_follows_the_strategy_and_gives_signs(tmp_path):
-    path = make_checkpoint("dense", tmp_path / "dense", layers=2)
-    for sharded, signs, forwards in run_ranks(2, trained_by, path, str(tmp_path)):
-        assert sharded and signs == forwards > 1
+def test_the_fsdp_engine(tmp_path):
+    """It follows the strategy, takes as many micro-batches on all ranks, gathers early, and gives signs."""
+    path = make_checkpoint("dense", tmp_path / "dense", layers=LAYERS)
+    ranks = run_ranks(2, log_probs_by, path, str(tmp_path))
+    for found in ranks:
+        late, early = found[False], found[True]
+        assert late.sharded and early.sharded and late.log_probs == early.log_probs
+        assert late.signs == len(late.tokens) == len(early.tokens) == 3 and max(late.tokens) <= TOKENS
+        first = late.gathers[0]
+        assert late.gathers == [first, first + 1, first + 2]
+        assert early.gathers == [count + 1 for count in late.gathers]
+    assert sum(ranks[0][False].tokens) <= 2 * TOKENS < sum(ranks[1][False].tokens)  # two would do on one rank
 
 
 def test_values_that_json_does_not_know_are_dumped(tmp_path):

@@ -96,12 +96,10 @@ def sockets_in_tmpdir(module: ModuleType) -> None:
         then(side, "__init__", move)
 
 
+@hooks.after("verl.workers.engine.fsdp.transformer_impl")
+@hooks.after("verl.workers.engine.megatron.transformer_impl")
 def sign_each_micro_batch(module: ModuleType) -> None:
     """For the launcher, which otherwise sees whole steps only: process/progress.py."""
     for name in ("FSDPEngineWithLMHead", "MegatronEngineWithLMHead"):
         if engine := getattr(module, name, None):
             first(engine, "forward_step", lambda *args, **kwargs: sign())
-
-
-for backend in ("fsdp", "megatron"):
-    hooks.after(f"verl.workers.engine.{backend}.transformer_impl")(sign_each_micro_batch)
