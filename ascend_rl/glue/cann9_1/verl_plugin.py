@@ -99,10 +99,16 @@ def find_the_server(module: ModuleType) -> None:
 
 @or_stop
 def load() -> None:
-    from ascend_rl.glue.cann9_1 import megatron_training, mindspeed, old_log_prob, router_replay
+    from ascend_rl.glue.cann9_1 import (
+        megatron_training,
+        mindspeed,
+        moe_alltoallv,
+        old_log_prob,
+        router_replay,
+    )
 
     hooks.install()
-    for part in (megatron_training, mindspeed, router_replay, old_log_prob):
+    for part in (megatron_training, mindspeed, router_replay, old_log_prob, moe_alltoallv):
         part.hooks.install()
     if os.environ.get("VERL_PLATFORM") == "cpu":
         from ascend_rl.glue.cann9_1 import cpu_platform
