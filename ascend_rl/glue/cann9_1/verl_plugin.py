@@ -100,6 +100,7 @@ def find_the_server(module: ModuleType) -> None:
 @or_stop
 def load() -> None:
     from ascend_rl.glue.cann9_1 import (
+        hdp,
         megatron_training,
         mindspeed,
         moe_alltoallv,
@@ -108,7 +109,7 @@ def load() -> None:
     )
 
     hooks.install()
-    for part in (megatron_training, mindspeed, router_replay, old_log_prob, moe_alltoallv):
+    for part in (megatron_training, mindspeed, router_replay, old_log_prob, moe_alltoallv, hdp):
         part.hooks.install()
     if os.environ.get("VERL_PLATFORM") == "cpu":
         from ascend_rl.glue.cann9_1 import cpu_platform
