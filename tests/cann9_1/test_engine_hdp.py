@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 import os
 
-import pytest
 import torch
 from megatron_tiny import Layout, hugging_face, make_checkpoint
+from mindspeed_tree import MINDSPEED, needs_mindspeed
 from ranks import run_ranks
+from tensordict import NonTensorStack
 from test_enable_hdp import KL, LOSS, RECOMPUTE, Sent, batch_of_many_lengths, compare
 from test_megatron import exported, log_probs, make_worker, on_disk, update
 from test_megatron_actor import UPDATES, reference
 
-from ascend_rl.settings import stack
-
-MINDSPEED = stack.DIRECTORY / "frameworks/mindspeed"
-needs_mindspeed = pytest.mark.skipif(not (MINDSPEED / "mindspeed").is_dir(), reason=f"{MINDSPEED} is absent")
 FLASH = "+actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn=True"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS = [option for option in LOSS if "whole_batch_loss" not in option]
@@ -45,7 +42,9 @@ def learn(layout: Layout, path, rank: int, cap: int | None, *options: str) -> di
         ]
     worker, batch = make_worker(layout, path, *LOSS, *overrides, *options), batch_of_many_lengths()
     first = log_probs(worker, batch)
-    norms = [update(worker, batch) for _ in range(UPDATES)]
+    rows = len(batch["input_ids"]) // worker.actor.engine.get_data_parallel_size()
+    texts = NonTensorStack(*({} for _ in range(rows)))  # as verl's agent loop gives them
+    norms = [update(worker, batch, multi_modal_inputs=texts) for _ in range(UPDATES)]
     weights = exported(worker)
     return {
         "log_probs": first.cpu().numpy(),

@@ -96,11 +96,12 @@ def follow_plans(module: ModuleType) -> None:
 def planned(plans: HybridDataParallel, data: Any, multiple: int) -> tuple[list, list]:
     """verl's prepare_micro_batches."""
     from verl.utils import tensordict_utils as tu
+    from verl.utils.model import extract_multi_modal_inputs
 
     by_tokens = tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True)
     tokens = data["max_token_len_per_gpu"] * data["sp_size"] if by_tokens else None
     lengths = data["input_ids"].offsets().diff().tolist()
-    pictures = any(data.get("multi_modal_inputs", []))
+    pictures = bool(extract_multi_modal_inputs(data.get("multi_modal_inputs", [])))
     parts = plans.divide(lengths, by_tokens, tokens, multiple, torch.is_grad_enabled(), pictures)
     micro_batches = []
     for rows, rings in parts:
