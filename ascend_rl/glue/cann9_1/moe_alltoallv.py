@@ -1,4 +1,7 @@
-"""ALL_TO_ALL_RESHARD=1 in verl's Megatron engine and its vLLM workers (weights/moe_alltoallv.py)."""
+"""The weights of experts on their way from verl's Megatron engine to its vLLM workers.
+
+ALL_TO_ALL_RESHARD=1 (weights/moe_alltoallv.py), and syncs without sleep mode (weights/moe_update_weights.py).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from ascend_rl.glue.cann9_1.hooks import Hooks
+from ascend_rl.glue.cann9_1.hooks import Hooks, first
 from ascend_rl.weights import moe_alltoallv
+from ascend_rl.weights.moe_update_weights import to_loading_layout
 
 hooks = Hooks()
 
@@ -39,6 +43,20 @@ def own_share(engine: Any, rollout: Any, **_: Any) -> tuple:
     load_megatron_model_to_gpu(engine.module, load_grad=False)
     export, hf_config = engine.bridge.export_weights, engine.model_config.hf_config
     return moe_alltoallv.stream(engine.module, export, hf_config, rollout, parallel_state), None
+
+
+@hooks.after("verl.workers.rollout.vllm_rollout.utils")
+def load_experts_again(module: ModuleType) -> None:
+    """vllm-ascend transposes expert weights once they are loaded, and undoes it only at a wake-up."""
+
+    def prepare(self, peft_config: Any = None, base_sync_done: bool = False, **_: Any) -> None:
+        adapter, quantized = peft_config and base_sync_done, self._is_qat_model or self._is_modelopt_qat
+        if adapter or quantized or module.is_quantized_model(self.model_runner.vllm_config):
+            return
+        for layer in self.model_runner.model.modules():
+            to_loading_layout(layer)
+
+    first(module.vLLMColocateWorkerExtension, "update_weights_from_ipc", prepare)
 
 
 @hooks.after("verl.workers.rollout.vllm_rollout.utils")
