@@ -40,7 +40,7 @@ BOTH = (
     "patched/test_builder.py", "patched/test_results_queue.py", "patched/test_short_sequences.py",
     "patched/test_core_binding.py", "patched/test_disable_gc.py", "patched/test_gspo.py",
     "patched/test_engine_outputs.py", "patched/test_mcore_layer_offset.py", "patched/test_moe_alltoallv.py",
-    "patched/test_moe_update_weights.py",
+    "patched/test_megatron_offload.py", "patched/test_moe_update_weights.py",
     "patched/test_npu_bs_threshold.py", "patched/test_npu_dummy_slot_mapping.py",
     "patched/test_npu_import_inductor.py", "patched/test_npu_moved_kv.py",
     "patched/test_npu_preempted_drafts.py", "patched/test_npu_races.py",
