@@ -4,7 +4,8 @@ Usage:    python bench/bench_hdp.py [--quick]
 Example:  python bench/bench_hdp.py            # about a minute; --quick takes fewer sequences
 1. Calibration: the greedy packer reproduces the published gains, plain CP8 -> CP4 the published ratio. The
    cost models are the fixed ones of ascend_rl/hdp/hdp.py; docs/hdp.md explains how they were derived.
-2. Four length mixes, five ways to plan, against the lower bound.
+2. Four length mixes, five ways to plan, against the lower bound; a sixth by megatron-core 0.16's own
+   scheduler if the sources of STACK=cann9.1 are there.
 3. How much the results depend on what the published figures leave open.
 4. The planner's time on one core.
 """
@@ -12,11 +13,15 @@ Example:  python bench/bench_hdp.py            # about a minute; --quick takes f
 from __future__ import annotations
 
 import heapq
+import importlib.util
 import math
 import statistics
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from bars import Bar, bar, canvas, finish, parser_of, save
@@ -27,6 +32,8 @@ from ascend_rl.hdp.hdp import DEEPSEEK_V3, QWEN3_235B, CostModel, plan
 
 LONGEST = 2048 + 32768
 OVERLOAD = 2.0  # of the greedy packer
+CORE = Path(__file__).parents[1] / "stacks/cann9.1/frameworks/megatron/megatron/core"
+HYBRID = CORE / "pipeline_parallel/hybrid_cp_schedule.py"
 
 
 @dataclass(frozen=True)
@@ -134,9 +141,27 @@ def rings_of_all(mix: Mix, balance_dp: bool) -> tuple[float, float]:
     return float(np.max(times, axis=0).sum() + count * mix.model.micro_batch), fullest
 
 
+def hybrid(mix: Mix) -> float:
+    """hybrid_context_parallel of megatron-core 0.16: rings of powers of two over all ranks, each sequence in
+    a pass of its own, and a barrier after each of a few groups of passes."""
+    spec = importlib.util.spec_from_file_location("hybrid_cp_schedule", HYBRID)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    scheduler = module.BalancedCPScheduler(mix.cap, SimpleNamespace(size=lambda: mix.cp * mix.dp))
+    lengths = [(i, int(length)) for i, length in enumerate(mix.lengths)]
+    m, total = mix.model, 0.0
+    for group in scheduler.get_groups_and_subsamples(lengths, None)[1]:
+        sizes = Counter(i for members in group for i in members)
+        seconds = {
+            i: m.micro_batch + m.seconds(*mix.lengths[i] ** np.array([1.0, 2.0]), g) for i, g in sizes.items()
+        }
+        total += max(sum(seconds[i] for i in members) for members in group)
+    return total
+
+
 def compare(all_mixes: dict[str, Mix], bars: list[Bar], data: dict) -> None:
     print(
         f"\n{'makespan / lower bound':<22} {'plain CP':>9} {'verl':>7} {'KK DP':>7} {'greedy':>7} {'ours':>7}"
+        + " megatron-core 0.16" * HYBRID.exists()
     )
     for name, mix in all_mixes.items():
         plain = plan(mix.lengths, mix.cp, mix.dp, mix.cap, mix.model, rings=False)
@@ -152,6 +177,8 @@ def compare(all_mixes: dict[str, Mix], bars: list[Bar], data: dict) -> None:
         sizes = {
             int(g): float(mix.lengths[ours.size == g].sum() / mix.lengths.sum()) for g in np.unique(ours.size)
         }
+        if HYBRID.exists():
+            times["megatron-core 0.16"] = hybrid(mix)
         gain = {k: plain.makespan / v - 1 for k, v in times.items()}
         data[name] = {
             "makespan": times, "bound": ours.bound, "gain over plain CP": gain, "tokens by ring size": sizes,
@@ -228,7 +255,7 @@ def time_planner(bars: list[Bar], data: dict) -> None:
 
 def draw_figure(all_mixes: dict[str, Mix], data: dict) -> None:
     figure, (left, right) = canvas(1, 2, figsize=(11, 3.8), gridspec_kw={"width_ratios": [3, 2]})
-    ways = list(data["short, CP8"]["makespan"])
+    ways = list(data["short, CP8"]["makespan"])[:5]
     for i, way in enumerate(ways):
         heights = [data[name]["makespan"][way] / data[name]["bound"] for name in all_mixes]
         left.bar(np.arange(len(all_mixes)) + 0.16 * (i - 2), heights, 0.15, label=way)

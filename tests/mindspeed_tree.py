@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from ascend_rl.settings.stack import DIRECTORY
+
 PLACES = [Path(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-MINDSPEED = next((p for p in PLACES if (p / "mindspeed/op_builder").is_dir()), ROOT / "frameworks/mindspeed")
+MINDSPEED = next(
+    (p for p in PLACES if (p / "mindspeed/op_builder").is_dir()), DIRECTORY / "frameworks/mindspeed"
+)
 needs_mindspeed = pytest.mark.skipif(
     not (MINDSPEED / "mindspeed").is_dir(),
     reason="frameworks/mindspeed is absent: ./download_frameworks_source_code.sh --only mindspeed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import queue
@@ -322,7 +323,7 @@ def test_the_cost_model_can_be_given(monkeypatch):
 
 def test_micro_batches_of_a_fixed_count_are_refused():
     with pytest.raises(CannotWork, match="use_dynamic_bsz=True"):
-        hdp_training.HybridDataParallel.split(SimpleNamespace(), {}, False, None, 1)
+        hdp_training.HybridDataParallel.divide(SimpleNamespace(), [], False, None, 1, False, False)
 
 
 def test_text_is_planned_though_verl_sends_inputs_for_images_with_it_and_images_are_refused():
@@ -335,6 +336,7 @@ def test_text_is_planned_though_verl_sends_inputs_for_images_with_it_and_images_
         _gather=lambda numbers, group: [numbers], dp_group=None, dp_rank=0, ranks=(0, 1), dump=None,
         model=hdp_training.cost_model(transformer("qwen3-235b-a22b", 4)),
     )  # fmt: skip
+    parallel.divide = functools.partial(hdp_training.HybridDataParallel.divide, parallel)
     micro_batches, rows = hdp_training.HybridDataParallel.split(parallel, batch, True, 20, 1)
     assert sorted(sum(rows, [])) == [0, 1, 2, 3]
     for micro_batch, own in zip(micro_batches, rows, strict=True):

@@ -1,4 +1,4 @@
-"""Train by the plans of `hdp` in verl's Megatron actor (USE_HDP=1).
+"""Train by the plans of `hdp` in verl's Megatron actor or engine (USE_HDP=1).
 
 Problem: the planner says which ranks of a context parallel (CP) group share a sequence; attention, RoPE,
 packing and the loss have to follow, and the update must stay the same.
@@ -341,10 +341,30 @@ class HybridDataParallel:
         """Micro-batches by plan, and the rows of ``batch`` in each, like verl's rearrange_micro_batches.
 
         Args:
-            batch: TensorDict of this CP group's sequences; every CP group has the same number.
+            batch: TensorDict of this CP group's sequences.
+            use_dynamic_bsz, max_token_len, multiple, update: see ``divide``.
+        """
+        lengths = batch["attention_mask"].sum(-1).tolist()
+        pictures = "multi_modal_inputs" in batch.keys() and any(batch["multi_modal_inputs"])  # {} of a text
+        parts = self.divide(lengths, use_dynamic_bsz, max_token_len, multiple, update, pictures)
+        micro_batches = []
+        for rows, rings in parts:
+            micro_batches.append(batch[rows])
+            micro_batches[-1][RINGS] = rings
+        return micro_batches, [rows.tolist() for rows, _ in parts]
+
+    def divide(
+        self, lengths: list[int], use_dynamic_bsz: bool, max_token_len: int | None, multiple: int,
+        update: bool, pictures: bool,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+        """Of each micro-batch by plan the rows of this CP group's batch, and their rings.
+
+        Args:
+            lengths: tokens of this CP group's sequences; every CP group has the same number of them.
             max_token_len: tokens in a micro-batch of the CP group, over all its ranks.
             multiple: the number of micro-batches is a multiple of this, for interleaved pipelines.
             update: rather than log-probs; for the dump.
+            pictures: some sequences have multi-modal inputs.
 
         Raises:
             CannotWork: a setting allows no plan.
@@ -355,23 +375,15 @@ class HybridDataParallel:
                 "micro-batches are planned by tokens: set use_dynamic_bsz=True for the actor and "
                 "log_prob_use_dynamic_bsz=True for rollout and reference",
             ),
-            (
-                "multi_modal_inputs" in batch.keys() and any(batch["multi_modal_inputs"]),  # {} of a text
-                "only text is packed: set USE_HDP=0 for multi-modal inputs",
-            ),
+            (pictures, "only text is packed: set USE_HDP=0 for multi-modal inputs"),
         ]
         refuse("USE_HDP=1", [reason for applies, reason in rules if applies])
-        lengths = self._gather(batch["attention_mask"].sum(-1).tolist(), self.dp_group)
+        everyone = self._gather(lengths, self.dp_group)
         cap = max_token_len // len(self.ranks)
-        plans = agree(lengths, len(self.ranks), cap, self.model, multiple)
+        plans = agree(everyone, len(self.ranks), cap, self.model, multiple)
         plan = plans[self.dp_rank]
         rings = torch.stack([torch.from_numpy(plan.first), torch.from_numpy(plan.size)], 1)
         found = (plan.micro_batch == m for m in range(plan.micro_batches))
-        indices = [torch.from_numpy(rows.nonzero()[0]) for rows in found]
-        micro_batches = []
-        for rows in indices:
-            micro_batches.append(batch[rows])
-            micro_batches[-1][RINGS] = rings[rows]
         self.metrics = {
             "hdp/micro_batches": plan.micro_batches,
             "hdp/ring_size": float(plan.size.mean()),
@@ -379,8 +391,8 @@ class HybridDataParallel:
             "hdp/balance": plan.bound / plan.makespan,
         }
         if self.dump:
-            self._dump("update" if update else "log_prob", lengths, plans)
-        return micro_batches, [rows.tolist() for rows in indices]
+            self._dump("update" if update else "log_prob", everyone, plans)
+        return [(rows, rings[rows]) for rows in (torch.from_numpy(of.nonzero()[0]) for of in found)]
 
     def _dump(self, phase: str, lengths: list[list[int]], plans: list[Plan]) -> None:
         with open(self.dump, "a") as file:

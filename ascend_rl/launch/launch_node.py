@@ -32,6 +32,7 @@ from ascend_rl.host import core_binding
 from ascend_rl.launch import warm_start
 from ascend_rl.launch.launch_plan import endpoint, npus_here
 from ascend_rl.launch.supervise import descendants
+from ascend_rl.settings import stack
 from ascend_rl.settings.switch import switched_on
 
 REMIND_S = 30.0
@@ -49,10 +50,10 @@ OPERATORS = (
     "MatmulAddOpBuilder",
     "GroupMatmulAddOpBuilder",
 )
-BUILD_OPERATOR = """
+BUILD_OPERATOR = f"""{"" if stack.NAME == stack.DEFAULT else "import verl  # and with it the hooks"}
 import sys, mindspeed.op_builder as builders
 builder = getattr(builders, sys.argv[1], None)
-print("built" if builder and builder().load() else f"this MindSpeed has no {sys.argv[1]}")
+print("built" if builder and builder().load() else "this MindSpeed has no " + sys.argv[1])
 """
 
 

@@ -247,10 +247,12 @@ def train_hdp(s):
 
     if s.get("trainer.use_legacy_worker_impl") == "disable":
         yield "$USE_HDP", f"1, and {hdp_training.ENGINE_WORKERS}"
+    second = stack.NAME != stack.DEFAULT  # where the loss is that of the whole batch
     actor = s.mapping(ACTOR) | {
         "megatron": s.mapping(MEGATRON) | {"context_parallel_size": s.cp},
-        "router_replay": s.mapping(f"{ACTOR}.router_replay"),
+        "router_replay": s.mapping(f"{MEGATRON if second else ACTOR}.router_replay"),
         "policy_loss": s.mapping(f"{ACTOR}.policy_loss"),
+        "whole_batch_loss": second or s.get(f"{ACTOR}.whole_batch_loss"),
     }
     transformer = SimpleNamespace(**s.mapping(f"{MEGATRON}.override_transformer_config"))
     for problem in hdp_training.problems(actor, transformer, s.mapping("actor_rollout_ref.model.mtp")):

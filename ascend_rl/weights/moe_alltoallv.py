@@ -14,7 +14,7 @@ is refused before the model is built. Off unless ALL_TO_ALL_RESHARD=1.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -77,16 +77,31 @@ def weights(worker, per_tensor_generator, parallel_state) -> Iterator[tuple[str,
         ValueError: not a Qwen3-MoE, or ``make_plan`` refuses the layouts.
         RuntimeError: megatron-core has placed the ranks in another order than planned.
     """
-    models = [WithoutExperts(model) for model in worker.actor.actor_module]
-    if worker.bridge is not None:
-        yield from worker.bridge.export_weights(models)
-    else:
-        yield from per_tensor_generator(
+
+    def convert(models: list) -> Iterator[tuple[str, torch.Tensor]]:
+        return per_tensor_generator(
             models, worker.actor_model_config, worker.weight_converter, worker.tf_config,
             worker.layer_name_mapping,
         )  # fmt: skip
-    modules = [model.model for model in models]
-    yield from expert_weights(modules, worker.hf_config, worker.config.rollout, parallel_state)
+
+    export = convert if worker.bridge is None else worker.bridge.export_weights
+    models, rollout = worker.actor.actor_module, worker.config.rollout
+    return stream(models, export, worker.hf_config, rollout, parallel_state)
+
+
+def stream(
+    models: list[torch.nn.Module], export: Callable, hf_config, rollout, parallel_state
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What ``export`` yields of the models, but of experts only those of the worker on this rank's device.
+
+    Args:
+        models: the model chunks of this rank.
+        export: called with models, yields (name, tensor) of all their parameters.
+        hf_config, rollout, parallel_state: see ``expert_weights``.
+    """
+    others = [WithoutExperts(model) for model in models]
+    yield from export(others)
+    yield from expert_weights([model.model for model in others], hf_config, rollout, parallel_state)
 
 
 def expert_weights(
@@ -187,8 +202,7 @@ class CheckedReceiver:
     """verl's BucketedWeightReceiver that insists on exactly the experts ``model`` (vLLM's) holds."""
 
     def __init__(self, receiver, model: torch.nn.Module):
-        self.receiver = receiver
-        self.held = held_experts(model)
+        self.receiver, self.model = receiver, model
 
     def receive_weights(self, on_bucket_received: Callable[[list[tuple[str, torch.Tensor]]], None]) -> None:
         """
@@ -198,18 +212,31 @@ class CheckedReceiver:
         arrived = set()
 
         def note(bucket: list[tuple[str, torch.Tensor]]) -> None:
-            arrived.update(name for name, _ in bucket if EXPERT_NAME.fullmatch(name))
+            arrived.update(name for name, _ in bucket)
             on_bucket_received(bucket)
 
         self.receiver.receive_weights(note)
-        missing, strange = sorted(self.held - arrived), sorted(arrived - self.held)
-        if missing or strange:
-            raise RuntimeError(
-                f"{len(missing)} tensors of this vLLM worker's experts are missing {missing[:3]}, and "
-                f"{len(strange)} of other workers arrived {strange[:3]}: ALL_TO_ALL_RESHARD=1 needs verl's "
-                "Megatron actor (not its engine workers) and vLLM's linear placement of experts (no EPLB); "
-                "check them, or unset it"
-            )
+        insist(self.model, arrived)
+
+
+def insist(model: torch.nn.Module, arrived: Iterable[str]) -> None:
+    """
+    Args:
+        model: vLLM's, which holds some experts.
+        arrived: Hugging Face names of the weights of one sync.
+
+    Raises:
+        RuntimeError: an expert is missing or belongs to another worker.
+    """
+    held, experts = held_experts(model), set(filter(EXPERT_NAME.fullmatch, arrived))
+    missing, strange = sorted(held - experts), sorted(experts - held)
+    if missing or strange:
+        raise RuntimeError(
+            f"{len(missing)} tensors of this vLLM worker's experts are missing {missing[:3]}, and "
+            f"{len(strange)} of other workers arrived {strange[:3]}: ALL_TO_ALL_RESHARD=1 needs verl's "
+            "Megatron actor (with verl 0.7.1 not its engine workers) and vLLM's linear placement of experts "
+            "(no EPLB); check them, or unset it"
+        )
 
 
 def held_experts(model: torch.nn.Module) -> set[str]:

@@ -19,11 +19,13 @@ def to_loading_layout(layer: torch.nn.Module) -> bool:
     Args:
         layer: vLLM's FusedMoE, or any other module, which is left alone. Shapes of loading, with H hidden and
             I intermediate channels of this rank: w13_weight [experts, 2 * I, H], w2_weight [experts, H, I].
+            vLLM 0.13 keeps H and I in the layer, vLLM 0.23 in its moe_config.
     """
-    needed = ("w13_weight", "w2_weight", "hidden_size", "intermediate_size_per_partition")
-    if not all(hasattr(layer, name) for name in needed):
+    sizes = layer if hasattr(layer, "hidden_size") else getattr(layer, "moe_config", None)
+    hidden = getattr(sizes, "hidden_size" if sizes is layer else "hidden_dim", None)
+    intermediate = getattr(sizes, "intermediate_size_per_partition", None)
+    if None in (hidden, intermediate) or not hasattr(layer, "w13_weight") or not hasattr(layer, "w2_weight"):
         return False
-    hidden, intermediate = layer.hidden_size, layer.intermediate_size_per_partition
     if hidden != intermediate:  # one of the two is never square
         transposed = tuple(layer.w2_weight.shape[1:]) == (intermediate, hidden)
     else:

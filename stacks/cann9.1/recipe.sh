@@ -13,10 +13,10 @@ GONE+="|+$OVERRIDE.pipeline_num_transformer_layers"
 CUSTOM=+actor_rollout_ref.rollout.custom
 MANAGER=ascend_rl.glue.cann9_1.rollout_manager.RolloutManager
 
-# Of features that are not ported (docs/stacks.md). Without the first ones a step computes the same in more time; a switch of
+# Of features that are not ported (docs/stacks.md). Without the first one a step computes the same in more time; a switch of
 # the others stops the run.
-MISSING_SWITCHES="ALL_TO_ALL_RESHARD USE_ALLTOALL_OVERLAP"
-NOT_PORTED="ENABLE_NPUGRAPH_EX ENABLE_STATIC_KERNEL USE_HDP VLLM_ENABLE_EPLB VLLM_FUSED_MOE_CHUNK_SIZE"
+MISSING_SWITCHES="USE_ALLTOALL_OVERLAP"
+NOT_PORTED="ENABLE_NPUGRAPH_EX ENABLE_STATIC_KERNEL VLLM_ENABLE_EPLB VLLM_FUSED_MOE_CHUNK_SIZE"
 
 # verl 0.9.1 loads Hugging Face weights through mbridge, which does not know the layout of experts that the alltoall overlap
 # and moe_zero_memory need.

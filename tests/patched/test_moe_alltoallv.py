@@ -10,14 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import os
 from itertools import product
 
 import pytest
 import torch
-from megatron_tiny import Layout, hugging_face, make_checkpoint, make_worker
+from megatron_tiny import Layout, make_checkpoint
 from ranks import run_ranks
+from safetensors.torch import load_file
 from vllm_sync import make_llm, sync
+
+from ascend_rl.settings import stack
+
+if stack.NAME == stack.DEFAULT:
+    from megatron_tiny import make_worker
+else:
+    from test_megatron import make_worker
 
 EXPERTS, LAYERS, HIDDEN, EXPERT_SIZE = 8, 4, 64, 40
 EXPERT_BYTES = 3 * 4 * HIDDEN * EXPERT_SIZE
@@ -43,10 +52,11 @@ class Rollout:
 
 def needed(rank: int, sizes: tuple[int, int, int]) -> list[int]:
     """The experts of the vLLM worker on the device of ``rank``, by vLLM's own rule."""
-    from vllm.model_executor.layers.fused_moe.layer import determine_expert_map
+    place = "layer" if stack.NAME == stack.DEFAULT else "expert_map_manager"
+    rule = importlib.import_module(f"vllm.model_executor.layers.fused_moe.{place}").determine_expert_map
 
     tp, dp, ep = sizes
-    _, places, _ = determine_expert_map(ep, rank % (tp * dp) if ep > 1 else 0, EXPERTS)
+    _, places, _ = rule(ep, rank % (tp * dp) if ep > 1 else 0, EXPERTS)
     return list(range(EXPERTS)) if places is None else (places >= 0).nonzero().flatten().tolist()
 
 
@@ -60,11 +70,7 @@ def own_weights(state: dict[str, torch.Tensor], experts: list[int]) -> dict[str,
 
 
 def sync_in(rank: int, path) -> list[dict]:
-    """For each case what the worker's rollout_mode sends, the experts it owns, and what was exchanged."""
-    from megatron.core import parallel_state
-    from verl.models.mcore import get_mcore_weight_converter
-    from verl.utils.megatron_utils import unwrap_model
-
+    """For each case what the worker sends to the rollout, the experts it owns, and what was exchanged."""
     os.environ["ALL_TO_ALL_RESHARD"] = "1"
     with pytest.raises(ValueError, match="vanilla_mbridge=True"):
         make_worker(Layout("moe"), path, "actor_rollout_ref.actor.megatron.vanilla_mbridge=False")
@@ -75,38 +81,71 @@ def sync_in(rank: int, path) -> list[dict]:
             layout, path, *(f"actor_rollout_ref.rollout.{k}_parallel_size={size}" for k, size in rollout)
         )
         worker.rollout, worker.peft_merge = Rollout(), False
-
-        def sent(switch: str, worker=worker) -> dict:
-            os.environ["ALL_TO_ALL_RESHARD"] = switch
-            asyncio.run(worker.rollout_mode())
-            return {name: tensor.numpy() for name, tensor in worker.rollout.weights.items()}
-
-        layers = unwrap_model(worker.actor_module[0]).decoder.layers
-        ways = {"off": sent("0")} if layout.tp == 1 else {}  # mbridge cannot export TP without EP
-        with Traffic() as traffic:
-            ways["mbridge"] = sent("1")
-        worker.bridge = None
-        worker.weight_converter = get_mcore_weight_converter(worker.hf_config, torch.float32)
-        ways["converter"] = sent("1")
-        for layer in layers:
-            layer.mlp.experts = grouped(layer.mlp.experts)
-        ways["grouped"] = sent("1")
-        first = next(unwrap_model(worker.actor_module[0]).parameters())
-        first.data = first.data.half()  # such as norms that are kept in float32
-        experts = {name: tensor for name, tensor in sent("1").items() if ".experts." in name}
-        ways["first parameter of another dtype"] = ways["grouped"] | experts
-        block = EXPERTS // layout.ep
-        first = parallel_state.get_expert_model_parallel_rank() * block
-        numbers = (layer.layer_number - 1 for layer in layers)
+        ways, modules, traffic = WAYS[stack.NAME](worker, layout)
         results.append(
             {
                 "ways": ways,
-                "owned": set(product(numbers, range(first, first + block))),
+                "owned": owned(modules, layout),
                 "received_bytes": traffic.received_bytes,
                 "experts_gathered": traffic.experts_gathered,
             }
         )
     return results
+
+
+def owned(modules: list, layout: Layout) -> set[tuple[int, int]]:
+    """(layer, expert) that this rank has in training."""
+    from megatron.core import parallel_state
+    from verl.utils.megatron_utils import unwrap_model
+
+    block = EXPERTS // layout.ep
+    first = parallel_state.get_expert_model_parallel_rank() * block
+    layers = unwrap_model(modules[0]).decoder.layers
+    return set(product((layer.layer_number - 1 for layer in layers), range(first, first + block)))
+
+
+def ways_of_rollout_mode(worker, layout: Layout) -> tuple:
+    """What the rollout is sent, with and without the switch and by all exports of verl 0.7.1."""
+    from verl.models.mcore import get_mcore_weight_converter
+    from verl.utils.megatron_utils import unwrap_model
+
+    def sent(switch: str) -> dict:
+        os.environ["ALL_TO_ALL_RESHARD"] = switch
+        asyncio.run(worker.rollout_mode())
+        return {name: tensor.numpy() for name, tensor in worker.rollout.weights.items()}
+
+    ways = {"off": sent("0")} if layout.tp == 1 else {}  # mbridge cannot export TP without EP
+    with Traffic() as traffic:
+        ways["mbridge"] = sent("1")
+    worker.bridge = None
+    worker.weight_converter = get_mcore_weight_converter(worker.hf_config, torch.float32)
+    ways["converter"] = sent("1")
+    model = unwrap_model(worker.actor_module[0])
+    for layer in model.decoder.layers:
+        layer.mlp.experts = grouped(layer.mlp.experts)
+    ways["grouped"] = sent("1")
+    first = next(model.parameters())
+    first.data = first.data.half()  # such as norms that are kept in float32
+    experts = {name: tensor for name, tensor in sent("1").items() if ".experts." in name}
+    ways["first parameter of another dtype"] = ways["grouped"] | experts
+    return ways, worker.actor_module, traffic
+
+
+def ways_of_update_weights(worker, layout: Layout) -> tuple:
+    """What the rollout is sent by verl 0.9.1's engine worker, and by its engine without the switch."""
+    worker.layered_summon, engine = False, worker.actor.engine
+
+    def sent() -> dict:
+        asyncio.run(worker.update_weights(mode="naive"))
+        return {name: tensor.numpy() for name, tensor in worker.rollout.weights.items()}
+
+    with Traffic() as traffic:
+        ways = {"mbridge": sent()}
+    del engine.get_per_tensor_param  # the plug-in's
+    return ways | ({"off": sent()} if layout.tp == 1 else {}), engine.module, traffic
+
+
+WAYS = {stack.DEFAULT: ways_of_rollout_mode, "cann9.1": ways_of_update_weights}
 
 
 def grouped(experts):
@@ -167,7 +206,9 @@ def test_incompatible_settings_are_refused():
     from ascend_rl.weights.moe_alltoallv import check
 
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_megatron_trainer", ["actor_rollout_ref.rollout.name=vllm"]).actor_rollout_ref
+        given = ["rollout.name=vllm", "actor.megatron.vanilla_mbridge=True"]
+        config = compose("ppo_megatron_trainer", [f"actor_rollout_ref.{one}" for one in given])
+    config = config.actor_rollout_ref
     check(config)
     refused = {
         "actor.megatron.expert_tensor_parallel_size": (2, "expert_tensor_parallel_size=1"),
@@ -194,6 +235,7 @@ def become(worker, ep_rank: int, ep_size: int) -> None:
     runner = worker.worker.model_runner
     make, context = FusedMoEParallelConfig.make, runner.vllm_config.compilation_config.static_forward_context
     context.clear()
+    getattr(runner.vllm_config.compilation_config, "static_all_moe_layers", []).clear()
     FusedMoEParallelConfig.make = staticmethod(
         lambda **sizes: dataclasses.replace(make(**sizes), ep_size=ep_size, ep_rank=ep_rank, use_ep=True)
     )
@@ -215,7 +257,7 @@ def test_vllm_loads_its_experts_and_insists_on_them(path, monkeypatch, tmp_path)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("ALL_TO_ALL_RESHARD", "1")
     llm = make_llm(path)
-    state, sizes = hugging_face(path).state_dict(), (2, 2, 4)
+    state, sizes = load_file(path / "model.safetensors"), (2, 2, 4)
     for rank in (0, 3):
         llm.collective_rpc(become, args=(rank, sizes[2]))
         experts = needed(rank, sizes)
@@ -241,7 +283,7 @@ def test_vllm_loads_its_experts_and_insists_on_them(path, monkeypatch, tmp_path)
 
 
 def test_a_worker_is_sent_exactly_its_experts(path):
-    ranks, state = run_ranks(2, sync_in, path), hugging_face(path).state_dict()
+    ranks, state = run_ranks(2, sync_in, path), load_file(path / "model.safetensors")
     for rank, results in enumerate(ranks):
         for (layout, sizes), result in zip(CASES, results, strict=True):
             case = f"{layout} -> TP{sizes[0]} DP{sizes[1]} EP{sizes[2]}, rank {rank}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 from megatron_tiny import VOCAB, hugging_face, make_checkpoint
+from safetensors.torch import load_file
 from vllm_sync import make_llm, sync
 
 PROMPTS = [[5 + i, 17, 40 - i, 9, 3 * i] for i in range(6)]
@@ -63,7 +64,7 @@ def log_probs(llm) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "dtype,layout,tolerance",
-    [("float32", "plain", 2e-5), ("float32", "transposed", 2e-5), ("bfloat16", "transposed", 0.25)],
+    [("float32", "plain", 2e-5), ("float32", "transposed", 2e-5), ("bfloat16", "transposed", 0.45)],
 )
 def test_rollout_follows_the_trainer(path, monkeypatch, tmp_path, dtype, layout, tolerance):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -78,7 +79,12 @@ def test_rollout_follows_the_trainer(path, monkeypatch, tmp_path, dtype, layout,
             expected = model(torch.tensor(PROMPTS)).logits[:, -1].float().log_softmax(-1)
         return (log_probs(llm) - expected).abs().max().item()
 
-    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    def state() -> dict[str, torch.Tensor]:
+        """By the names of checkpoints: transformers 5 keeps experts together in memory."""
+        model.save_pretrained(tmp_path / "now")
+        return load_file(tmp_path / "now/model.safetensors")
+
+    original = state()
     at_first, shapes = log_probs(llm), llm.collective_rpc(expert_shapes)
     assert error() < tolerance
     torch.manual_seed(1)
@@ -88,7 +94,7 @@ def test_rollout_follows_the_trainer(path, monkeypatch, tmp_path, dtype, layout,
                 parameter.mul_(1 + 0.5 * torch.randn_like(parameter))
         assert error() > 4 * tolerance  # the change is visible
         llm.collective_rpc(overwrite_with_nan)
-        sync(llm, model.state_dict())
+        sync(llm, state())
         assert error() < tolerance
         assert llm.collective_rpc(expert_shapes) == shapes  # loaded weights were processed again
     sync(llm, original)

@@ -12,13 +12,19 @@ import time
 from pathlib import Path
 
 import psutil
-from megatron_tiny import Layout, make_checkpoint, make_worker
+from megatron_tiny import Layout, make_checkpoint
 from ranks import run_ranks
-from test_megatron_actor import OVERRIDES
+
+from ascend_rl.settings import stack
+
+if stack.NAME == stack.DEFAULT:
+    from megatron_tiny import make_worker
+else:
+    from test_megatron import make_worker
 
 
 def save(rank: int, path, directory) -> dict:
-    worker = make_worker(Layout(), path, *OVERRIDES)
+    worker = make_worker(Layout(), path)
     reading, writing = os.pipe()
     memory = directory.with_name("memory of the worker")
     memory.write_bytes(b"\0" * mmap.PAGESIZE)

@@ -9,11 +9,16 @@ from megatron_tiny import (
     hugging_face,
     make_batch,
     make_checkpoint,
-    make_worker,
-    own_share,
     response_log_probs,
 )
 from ranks import run_ranks
+
+from ascend_rl.settings import stack
+
+if stack.NAME == stack.DEFAULT:
+    from megatron_tiny import make_worker, own_share
+else:
+    from test_megatron import log_probs, make_worker
 
 LAYOUT = Layout(tp=2, cp=2)
 TOKENS = (3, 2, 9, 4)  # of prompt and response; the prompt is one
@@ -35,7 +40,10 @@ def short_batch() -> dict[str, torch.Tensor]:
 
 
 def log_probs_of(rank: int, path) -> torch.Tensor:
-    return make_worker(LAYOUT, path).compute_log_prob(own_share(short_batch())).batch["old_log_probs"]
+    worker = make_worker(LAYOUT, path)
+    if stack.NAME == stack.DEFAULT:
+        return worker.compute_log_prob(own_share(short_batch())).batch["old_log_probs"]
+    return log_probs(worker, short_batch())
 
 
 def test_log_probs_of_short_sequences(tmp_path):

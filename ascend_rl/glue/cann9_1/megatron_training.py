@@ -1,4 +1,4 @@
-"""verl's Megatron engine in float32, as on the other stack (patch megatron_fp32 of verl).
+"""verl's Megatron engine in float32, and checkpoints in another layout (patches of verl on the other stack).
 
 In float32 its log-probs can be compared with Hugging Face's to 1e-6; bf16 hides wrong layouts below 1e-2.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import types
 
 from ascend_rl.glue.cann9_1.hooks import Hooks
+from ascend_rl.weights.checkpoints import has_rng_states
 
 hooks = Hooks()
 
@@ -35,3 +36,22 @@ def load_without_gradients(module: types.ModuleType) -> None:
     optimizer = module.DistributedOptimizer
     name = "_set_main_param_and_optimizer_states"
     setattr(optimizer, name, torch.no_grad()(getattr(optimizer, name)))
+
+
+@hooks.after("verl.utils.checkpoint.megatron_checkpoint_manager")
+def load_another_layout(module: types.ModuleType) -> None:
+    """Without the states of random numbers, one for each TP and PP rank, which cannot be split again."""
+    manager = module.MegatronCheckpointManager
+    load = manager.load_checkpoint
+
+    def load_checkpoint(self, local_path: str, *args, **kwargs) -> None:
+        contents = self.checkpoint_load_contents
+        extra = module.get_extra_dist_checkpoint_path(local_path)
+        if self.should_load_extra and not has_rng_states(extra, module.mpu):
+            self.checkpoint_load_contents = [name for name in contents if name != "extra"]
+        try:
+            load(self, local_path, *args, **kwargs)
+        finally:
+            self.checkpoint_load_contents = contents
+
+    manager.load_checkpoint = load_checkpoint

@@ -39,6 +39,19 @@ def remove_the_last_patch_first(module: ModuleType) -> None:
     manager.remove_patches = remove_patches
 
 
+@hooks.after("mindspeed.op_builder.builder")
+def include_cstring(module: ModuleType) -> None:
+    """As patch builder of the other stack: sources use what <cstring> declares without including it."""
+    load = module.MindSpeedOpBuilder.load
+
+    def load_with_cstring(self, *args, **kwargs):
+        flags = self.cxx_args()
+        self.cxx_args = lambda: ["-include", "cstring", *flags]
+        return load(self, *args, **kwargs)
+
+    module.MindSpeedOpBuilder.load = load_with_cstring
+
+
 @hooks.after("mindspeed.core.optimizer.swap_optimizer.swap_optimizer")
 def save_and_load_what_is_in_host_memory(module: ModuleType) -> None:
     """As patch swap_optimizer of the other stack: between updates, those on the device are empty."""

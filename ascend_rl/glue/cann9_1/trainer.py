@@ -82,7 +82,7 @@ class Trainer(PPOTrainerSync):
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
         batch = super()._update_actor(batch, metrics)
-        for name in [name for name in metrics if name.startswith("actor/rollout_corr/")]:
+        for name in [name for name in metrics if name.startswith(("actor/rollout_corr/", "actor/hdp/"))]:
             metrics[name.removeprefix("actor/")] = metrics.pop(name)
         return batch
 

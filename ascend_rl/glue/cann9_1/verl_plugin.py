@@ -99,10 +99,18 @@ def find_the_server(module: ModuleType) -> None:
 
 @or_stop
 def load() -> None:
-    from ascend_rl.glue.cann9_1 import megatron_training, mindspeed, old_log_prob, router_replay, verl_fixes
+    from ascend_rl.glue.cann9_1 import (
+        hdp,
+        megatron_training,
+        mindspeed,
+        moe_alltoallv,
+        old_log_prob,
+        router_replay,
+        verl_fixes,
+    )
 
     hooks.install()
-    for part in (megatron_training, mindspeed, router_replay, old_log_prob, verl_fixes):
+    for part in (megatron_training, mindspeed, router_replay, old_log_prob, moe_alltoallv, hdp, verl_fixes):
         part.hooks.install()
     if os.environ.get("VERL_PLATFORM") == "cpu":
         from ascend_rl.glue.cann9_1 import cpu_platform

@@ -20,12 +20,13 @@ class DotProductAttention(ExtraState, torch.nn.Module):
         softmax_scale=None,
         attention_dropout=0.0,
         cp_group=None,
+        cp_comm_type="p2p",
         **kwargs,
     ):
         super().__init__()
         assert attention_dropout == 0, "the models under test have none"
         self.scale = softmax_scale or kv_channels**-0.5
-        self.cp_group = cp_group
+        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
 
     def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
         self.cp_group = cp_group
