@@ -69,3 +69,27 @@ def set_expansion_modes(module: ModuleType) -> None:
         return expansion_mode(options(group_name), group_name, modes)
 
     module.get_hccl_config_for_pg_options = get_hccl_config_for_pg_options
+
+
+@hooks.after("vllm_ascend.worker.model_runner_v1")
+def compute_own_rows(module: ModuleType) -> None:
+    """Beside one rank's prefill no rank has a graph, and the all-to-all takes unequal rows.
+
+    Ranks that would have replayed a graph pad to the rows of that rank all the same.
+    """
+    runner = module.NPUModelRunner
+    synchronize, no_graph = runner._sync_metadata_across_dp, module.CUDAGraphMode.NONE
+
+    def _sync_metadata_across_dp(
+        self, num_tokens, is_draft_model=False, cudagraph_mode=no_graph, allow_dp_padding=False
+    ):
+        pads = module.enable_sp(self.vllm_config) or module.oproj_tp_enable() or module.embedding_tp_enable()
+        if is_draft_model or pads or self.dp_size == 1:
+            return synchronize(self, num_tokens, is_draft_model, cudagraph_mode, allow_dp_padding)
+        most, rows, mode = synchronize(self, num_tokens, False, cudagraph_mode)
+        alltoall = module.select_moe_comm_method(most, self.vllm_config) == module.MoECommType.ALLTOALL
+        if allow_dp_padding and not (mode == no_graph and alltoall):
+            rows = rows.new_full(rows.shape, most)
+        return most, rows, mode
+
+    runner._sync_metadata_across_dp = _sync_metadata_across_dp

@@ -7,7 +7,7 @@ import multiprocessing
 from types import ModuleType
 from typing import Any
 
-from ascend_rl.glue.cann9_1 import ascend_fixes, vllm_fixes
+from ascend_rl.glue.cann9_1 import ascend_fixes, experts, vllm_fixes
 from ascend_rl.glue.cann9_1.hooks import Hooks, or_stop, version_is
 from ascend_rl.host import core_binding
 from ascend_rl.host.disable_gc import CallCollector, collect_between
@@ -142,7 +142,7 @@ def register() -> None:
         return
     if multiprocessing.current_process().name.startswith("EngineCore"):
         core_binding.bind("engine")
-    for found in (hooks, ascend_fixes.hooks, vllm_fixes.hooks):
+    for found in (hooks, experts.hooks, ascend_fixes.hooks, vllm_fixes.hooks):
         found.install()
     from vllm.platforms import current_platform
 
