@@ -40,6 +40,7 @@ BOTH = (
     "patched/test_core_binding.py", "patched/test_disable_gc.py", "patched/test_eplb_policy.py",
     "patched/test_gspo.py",
     "patched/test_npu_bs_threshold.py", "patched/test_npu_chunked_moe.py", "patched/test_npu_dp_padding.py",
+    "patched/test_npu_draft_graphs.py", "patched/test_npu_graphs_by_rank.py",
     "patched/test_npu_dummy_slot_mapping.py", "patched/test_npu_eplb.py", "patched/test_npu_eplb_group.py",
     "patched/test_npu_import_inductor.py", "patched/test_npu_moved_kv.py",
     "patched/test_npu_preempted_drafts.py", "patched/test_npu_races.py",

@@ -57,9 +57,11 @@ def static_sizes(capture_sizes: Iterable[int], max_num_seqs: int, drafts: int) -
 def graphs_without_drafts(speculative: Any) -> bool:
     """Whether steps without drafts have graphs of their own, given vLLM's SpeculativeConfig or None.
 
-    Only the drafter of method sam pads its drafts so that the others find a graph too.
+    Only the drafter of method sam, a custom class for vLLM 0.23, pads its drafts so that others find a graph.
     """
-    return speculative is not None and speculative.method == "sam"
+    if speculative is None:
+        return False
+    return speculative.method == "sam" or str(getattr(speculative, "model", "")).endswith(".SamDrafter")
 
 
 def plain_sizes(capture_sizes: Iterable[int], max_num_seqs: int, drafts: int, shared: bool) -> list[int]:
