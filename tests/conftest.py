@@ -37,8 +37,11 @@ CPU_S = pytest.StashKey[float]()
 # Of another stack its own folder, and the files that both stacks run. The default one runs all other tests.
 FOLDERS = {"cann9.1": "cann9_1"}
 BOTH = (
+    "patched/test_a2_shared_card.py", "patched/test_align_fia_input_for_tnd_layout.py",
     "patched/test_core_binding.py", "patched/test_disable_gc.py", "patched/test_eplb_policy.py",
-    "patched/test_gspo.py",
+    "patched/test_cudagraph_capture_sizes.py", "patched/test_gspo.py", "patched/test_listen_on_loopback.py",
+    "patched/test_npu_engine_stats.py", "patched/test_npugraph_ex_for_spec_decode.py",
+    "patched/test_npugraph_ex_static_kernel.py", "patched/test_support_eplb.py",
     "patched/test_npu_bs_threshold.py", "patched/test_npu_chunked_moe.py", "patched/test_npu_dp_padding.py",
     "patched/test_npu_draft_graphs.py", "patched/test_npu_graphs_by_rank.py",
     "patched/test_npu_dummy_slot_mapping.py", "patched/test_npu_eplb.py", "patched/test_npu_eplb_group.py",

@@ -16,7 +16,7 @@ MANAGER=ascend_rl.glue.cann9_1.rollout_manager.RolloutManager
 # Of features that are not ported (docs/stacks.md). Without the first ones a step computes the same in more time; a switch of
 # the others stops the run.
 MISSING_SWITCHES="ALL_TO_ALL_RESHARD USE_ALLTOALL_OVERLAP"
-NOT_PORTED="ENABLE_NPUGRAPH_EX ENABLE_STATIC_KERNEL USE_HDP"
+NOT_PORTED="USE_HDP"
 
 # verl 0.9.1 loads Hugging Face weights through mbridge, which does not know the layout of experts that the alltoall overlap
 # and moe_zero_memory need.
