@@ -135,7 +135,7 @@ def make_llm(path: str, **options):
 
     defaults = {"enforce_eager": True, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8,
                 "num_gpu_blocks_override": 64, "disable_log_stats": False}  # fmt: skip
-    speculative = options.get("speculative_config", {})
+    speculative = options.get("speculative_config") or {}
     if NAME != DEFAULT and speculative.get("method") == "sam":  # as stacks/cann9.1/recipe.sh says it
         own = {"method": "custom_class", "model": "ascend_rl.glue.cann9_1.sam.SamDrafter"}
         options |= {"speculative_config": speculative | own}

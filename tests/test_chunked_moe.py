@@ -71,6 +71,15 @@ def test_all_ranks_make_as_many_chunks_none_empty(monkeypatch, tokens, ranks):
     assert made == {-(-tokens // 64)}
 
 
+def test_a_rank_with_fewer_rows_than_chunks_adds_some(monkeypatch):
+    """None of them is in the result."""
+    monkeypatch.setenv(SWITCH, "64")
+    x, logits, calls = torch.randn(1, 8), torch.randn(1, 4), []
+    found = in_chunks(experts(calls), context(150), False)(x=x, router_logits=logits, layer="layer")
+    expected = experts([])(x=x, router_logits=logits, layer="layer")
+    assert calls == [1, 1, 1] and torch.equal(found.routed_out, expected.routed_out)
+
+
 @pytest.mark.parametrize("most", [65, 200, 201, 4097])
 @pytest.mark.parametrize("tp", [1, 2, 7, 16])
 def test_a_rank_with_few_tokens_has_some_in_each_chunk(monkeypatch, most, tp):

@@ -91,9 +91,6 @@ printf '%s\n' "${ARGS[@]}" "${OVERRIDES[@]}"
         "+actor_rollout_ref.rollout.custom.data_rebalance=True",
         "+actor_rollout_ref.rollout.custom.rollout_rebalance.enable=True",
     }
-    assert "VLLM_ENABLE_EPLB=1: STACK=cann9.1 does not have this feature yet" in arguments(
-        "cann9.1", VLLM_ENABLE_EPLB="1"
-    )
 
 
 def test_the_recipes_of_235b_read_hugging_face_weights_on_the_second_stack():

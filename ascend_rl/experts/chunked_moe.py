@@ -7,7 +7,7 @@ Idea: tokens do not depend on each other in an MoE layer. Routing, dispatch, exp
 by chunk, so only one chunk's copies exist.
 Invariants (tests/test_chunked_moe.py, tests/patched/test_npu_chunked_moe.py): the result of a token does not
 depend on the chunks; all ranks make the same number of chunks, since dispatch is collective: it follows from
-the tokens of the largest DP rank, and no chunk is empty where the others compute `least_tokens`. Cost: one
+the tokens of the largest DP rank, and a rank with fewer rows adds some, so that no chunk is empty. Cost: one
 more dispatch and combination for each chunk; none when a step fits into one chunk, or with MC2, which
 vllm-ascend uses for small batches.
 """
@@ -73,14 +73,20 @@ def in_chunks(apply: Callable[..., Any], context: Any, gate_overlaps: bool) -> C
         return apply
 
     def call(**arguments):
+        rows = len(arguments["x"])
         by_row = {name: arguments[name] for name in BY_ROW if arguments.get(name) is not None}
+        if rows < chunks:
+            by_row = {
+                name: torch.cat((given, given.new_zeros(chunks - rows, *given.shape[1:])))
+                for name, given in by_row.items()
+            }
         parts = zip(*[rows.tensor_split(chunks) for rows in by_row.values()], strict=True)
         results = [apply(**arguments | dict(zip(by_row, part, strict=True))) for part in parts]
         count("chunked_moe", chunks)
         loads = [result.expert_tokens for result in results]  # counts, or their cumulative sums
         return replace(
             results[-1],
-            routed_out=torch.cat([result.routed_out for result in results]),
+            routed_out=torch.cat([result.routed_out for result in results])[:rows],
             before_dispatch_evt=results[0].before_dispatch_evt,
             expert_tokens=None if loads[0] is None else torch.stack(loads).sum(0),
         )

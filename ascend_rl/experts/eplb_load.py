@@ -46,17 +46,25 @@ def real_rows(
 
 
 def count_rows(dispatched: Any, slots: torch.Tensor, real: torch.Tensor | None, count: int) -> None:
-    """Puts this rank's real rows by slot, of all ``count`` slots, in place of the rows that it has received.
+    """Puts this rank's real rows by slot in place of the rows that it has received; see `rows_by_slot`.
 
     Args:
         dispatched: vllm-ascend's TokenDispatchResult.
-        slots: [rows, experts of a token].
     """
-    if real is None:
-        return
+    if real is not None:
+        dispatched.group_list, dispatched.group_list_type = rows_by_slot(slots, real, count), 1
+
+
+def rows_by_slot(slots: torch.Tensor, real: torch.Tensor, count: int) -> torch.Tensor:
+    """[count] how many real rows are for each of all slots.
+
+    Args:
+        slots: [rows, experts of a token].
+        real: [rows].
+    """
     each = real[:, None].expand_as(slots).flatten().float()  # exact to 2^24 in a step
     load = torch.zeros(count, device=slots.device).index_add_(0, slots.flatten().long(), each)
-    dispatched.group_list, dispatched.group_list_type = load.long(), 1
+    return load.long()
 
 
 def of_slots(moe_load: torch.Tensor, load: torch.Tensor, rank: int) -> torch.Tensor:

@@ -150,6 +150,19 @@ def conflicts(
         yield f"{where}.{key}", "a rank would hold two copies of an expert", fix
 
 
+def grouped(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """additional_config as vllm-ascend 0.23 wants it, which ignores flat keys.
+
+    >>> grouped({"dynamic_eplb": True, "init_redundancy_expert": 8, "a": 1})
+    {'a': 1, 'eplb_config': {'dynamic_eplb': True, 'num_redundant_experts': 8}}
+    """
+    flat = {key: value for key, value in extra.items() if key in (*GROUP_NAMES, *SAME_NAMES)}
+    rest = {key: value for key, value in extra.items() if key not in flat}
+    if flat:
+        rest[GROUP] = {GROUP_NAMES.get(key, key): value for key, value in flat.items()}
+    return rest
+
+
 def redundant_experts(args: Mapping[str, Any]) -> Any:
     """How many copies of experts these arguments ask for, as given; 0 if they say nothing.
 

@@ -57,9 +57,11 @@ def static_sizes(capture_sizes: Iterable[int], max_num_seqs: int, drafts: int) -
 def graphs_without_drafts(speculative: Any) -> bool:
     """Whether steps without drafts have graphs of their own, given vLLM's SpeculativeConfig or None.
 
-    Only the drafter of method sam pads its drafts so that the others find a graph too.
+    Only the drafter of method sam, a custom class for vLLM 0.23, pads its drafts so that others find a graph.
     """
-    return speculative is not None and speculative.method == "sam"
+    if speculative is None:
+        return False
+    return speculative.method == "sam" or str(getattr(speculative, "model", "")).endswith(".SamDrafter")
 
 
 def plain_sizes(capture_sizes: Iterable[int], max_num_seqs: int, drafts: int, shared: bool) -> list[int]:
@@ -91,20 +93,24 @@ def static_kernels(aclgraph: Any, vllm_config: Any, environ: MutableMapping[str,
     """
     if not vllm_config.additional_config.get("enable_static_kernel", False):
         return
-    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    parallel = vllm_config.parallel_config
     aclgraph._aclnn_static_shape_kernel = True
     if built := build_dir(environ):
         aclgraph._aclnn_static_shape_kernel_build_dir = built
     # Without sizes, each new number of prompt tokens is compiled for minutes in the middle of serving.
+    aclgraph._aclnn_static_shape_kernel_sym_value_range = kernel_sizes(vllm_config)
+    environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
+    environ.setdefault("LOCAL_WORLD_SIZE", str(parallel.local_world_size * parallel.data_parallel_size_local))
+
+
+def kernel_sizes(vllm_config: Any) -> list[int]:
+    """Tokens of all decode graphs, ascending."""
+    speculative = vllm_config.speculative_config
     batches = (
         vllm_config.compilation_config.cudagraph_capture_sizes,
         vllm_config.scheduler_config.max_num_seqs,
         speculative.num_speculative_tokens if speculative else 0,
     )
-    plain = (
-        plain_sizes(*batches, parallel.data_parallel_size > 1) if graphs_without_drafts(speculative) else []
-    )
-    sizes = sorted({*static_sizes(*batches), *plain})
-    aclgraph._aclnn_static_shape_kernel_sym_value_range = sizes
-    environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
-    environ.setdefault("LOCAL_WORLD_SIZE", str(parallel.local_world_size * parallel.data_parallel_size_local))
+    shared = vllm_config.parallel_config.data_parallel_size > 1
+    plain = plain_sizes(*batches, shared) if graphs_without_drafts(speculative) else []
+    return sorted({*static_sizes(*batches), *plain})

@@ -27,10 +27,10 @@ ENGINE_OPTIONS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 CONFIGS = ("compilation_config", "speculative_config", "additional_config")
 FULL_GRAPHS = ("FULL_DECODE_ONLY", "FULL")
 AHEAD_EXECUTORS = ("mp", "uni", "external_launcher")  # of asynchronous scheduling; verl's is mp
-OWN_DRAFTS = ("sam", "ngram", "suffix")  # drafters that are no model: nothing to compute together
+OWN_DRAFTS = ("sam", "custom_class", "ngram", "suffix")  # no models: nothing to compute together
 MAX_DECODE_TOKENS = 16  # tokens of a request that the attention operator takes in layout TND
 HIERARCHICAL = {"HCCL_INTRA_PCIE_ENABLE": "1", "HCCL_INTRA_ROCE_ENABLE": "0"}  # MC2 in two stages, by node
-# Names of later releases of vllm-ascend, ignored by 0.13.0, and its own.
+# Names of later releases of vllm-ascend, ignored by 0.13.0, and its own, which 0.23 ignores.
 LATER = {
     ("npugraph_ex_config", "enable"): "enable_npugraph_ex",
     ("npugraph_ex_config", "enable_static_kernel"): "enable_static_kernel",
@@ -52,10 +52,28 @@ def graph_mode(options: Mapping[str, Any], npu: bool, eager: bool = False) -> st
     return str(given or default)
 
 
-def _graphs(options: Mapping[str, Any], extra: Mapping[str, Any], eager: bool) -> Iterator[Conflict]:
+def later_names(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """additional_config with npugraph_ex's options where vllm-ascend 0.23 reads them.
+
+    >>> later_names({"enable_npugraph_ex": True, "a": 1})
+    {'a': 1, 'ascend_compilation_config': {'enable_npugraph_ex': True}}
+    """
+    found, group = dict(extra), "ascend_compilation_config"
+    for name in set(LATER.values()) & extra.keys():
+        found[group] = {**found.get(group, {}), name: found.pop(name)}
+    return found
+
+
+def _graphs(
+    options: Mapping[str, Any], extra: Mapping[str, Any], eager: bool, later: bool
+) -> Iterator[Conflict]:
     """Graphs, npugraph_ex and static kernels."""
     for (group, name), own in LATER.items():
-        if name in (extra.get(group) or {}):
+        if name not in (extra.get(group) or {}):
+            continue
+        if later:
+            extra = {own: extra[group][name], **extra}
+        else:
             where = f"additional_config.{group}.{name}"
             yield (
                 where,
@@ -73,7 +91,7 @@ def _graphs(options: Mapping[str, Any], extra: Mapping[str, Any], eager: bool) -
                 f"vllm-ascend switches it off with cudagraph_mode {mode}",
                 "set compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
             )
-    elif extra.get("enable_static_kernel"):
+    elif extra.get("enable_static_kernel") and not (later and "enable_npugraph_ex" not in extra):
         yield (
             "additional_config.enable_static_kernel",
             "only npugraph_ex compiles static kernels, and it is off",
@@ -194,6 +212,7 @@ def conflicts(
     eager: bool = False,
     mtp: bool = False,
     shared_by: int = 1,
+    later: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> list[Conflict]:
     """What contradicts what.
@@ -204,13 +223,18 @@ def conflicts(
         eager: rollout.enforce_eager.
         mtp: rollout.mtp is enabled for the rollout.
         shared_by: TP size where VLLM_ASCEND_ENABLE_FLASHCOMM1 is on, else 1.
+        later: vllm-ascend is 0.23, where npugraph_ex is on by default.
         environ: default os.environ.
     """
     environ = os.environ if environ is None else environ  # looked up now: datasets.map replaces it
     found = [*_speculation(options, npu, eager, mtp, shared_by), *_scheduling(options)]
     extra = options.get("additional_config") or {}
     if npu:
-        found += [*_graphs(options, extra, eager), *_ranks(options, extra, mtp, environ), *_domains(extra)]
+        found += [
+            *_graphs(options, extra, eager, later),
+            *_ranks(options, extra, mtp, environ),
+            *_domains(extra),
+        ]
     return found
 
 
@@ -219,6 +243,7 @@ def engine_options(
     rollout: Any,
     device: str,
     environ: Mapping[str, str] | None = None,
+    later: bool = False,
 ) -> dict[str, Any]:
     """engine_kwargs.vllm with FULL_DECODE_ONLY as cudagraph_mode on an NPU where none is given.
 
@@ -230,6 +255,7 @@ def engine_options(
         rollout: verl's RolloutConfig.
         device: "npu", "cuda" or "cpu".
         environ: default os.environ.
+        later: see `conflicts`.
 
     Raises:
         CannotWork: options contradict each other.
@@ -242,8 +268,9 @@ def engine_options(
         options,
         npu=npu,
         eager=bool(rollout.enforce_eager),
-        mtp=bool(mtp.enable and mtp.enable_rollout),
+        mtp=bool(mtp and mtp.enable and mtp.enable_rollout),
         shared_by=rollout.tensor_model_parallel_size if flashcomm else 1,
+        later=later,
         environ=environ,
     )
     refuse(ENGINE_OPTIONS, (f"{key}: {why}; {fix}" for key, why, fix in found))

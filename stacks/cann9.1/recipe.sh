@@ -13,10 +13,6 @@ GONE+="|+$OVERRIDE.pipeline_num_transformer_layers"
 CUSTOM=+actor_rollout_ref.rollout.custom
 MANAGER=ascend_rl.glue.cann9_1.rollout_manager.RolloutManager
 
-# Of features that are not ported (docs/stacks.md). Without the first one a step computes the same in more time; a switch of
-# the others stops the run.
-MISSING_SWITCHES="USE_ALLTOALL_OVERLAP"
-NOT_PORTED="ENABLE_NPUGRAPH_EX ENABLE_STATIC_KERNEL VLLM_ENABLE_EPLB VLLM_FUSED_MOE_CHUNK_SIZE"
 
 # verl 0.9.1 loads Hugging Face weights through mbridge, which does not know the layout of experts that the alltoall overlap
 # and moe_zero_memory need.
@@ -49,15 +45,9 @@ translate() {
 
 # stack: change ARGS and OVERRIDES; called before keys that are given twice are settled.
 stack() {
-    local name
-    for name in $NOT_PORTED; do
-        [[ "${!name:-0}" =~ ^(0|[Ff]alse|FALSE)$ ]] ||
-            die "$name=${!name}: STACK=$STACK does not have this feature yet (docs/stacks.md); set it to 0"
-    done
-    for name in $MISSING_SWITCHES; do
-        if switched "$name"; then log "STACK=$STACK does without $name=${!name}"; fi
-        export "$name=0"
-    done
+    # Not ported (docs/stacks.md): without it a step computes the same in more time.
+    if switched USE_ALLTOALL_OVERLAP; then log "STACK=$STACK does without USE_ALLTOALL_OVERLAP=$USE_ALLTOALL_OVERLAP"; fi
+    export USE_ALLTOALL_OVERLAP=0
     [ "$(setting actor_rollout_ref.actor.load_weight)" != False ] ||
         die "STACK=$STACK does not have this recipe: verl 0.9.1 always loads weights; use the one with true weights"
     if [ "$(setting "$OVERRIDE.moe_zero_memory")" = level1 ]; then recompute_layers; fi # instead

@@ -30,12 +30,16 @@ RECIPES = {  # name: (environment, signs in the rollout, signs in the trainer, v
         "qwen3_30b_a3b",
         EXPERTS,
         MEGATRON | MOE,
-        {"ROUTER_REPLAY": "R3"},
+        {"ROUTER_REPLAY": "R3", "VLLM_ENABLE_EPLB": "1", "VLLM_FUSED_MOE_CHUNK_SIZE": "64"},
     ),
     "grpo_qwen3_32b_32die_true_weight": ("qwen3_32b", DENSE, RINGS, {}),
 }
 CASES = [*RECIPES] if os.environ.get("ALL_RECIPES") == "1" else [*RECIPES][:2]
 # The trainer knows no truncation.
+EPLB = [
+    f"+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.{key}"
+    for key in ("num_iterations_eplb_update=8", "num_wait_worker_iterations=4")
+]
 FROM_ALL_TOKENS = ["actor_rollout_ref.rollout.top_k=-1", "actor_rollout_ref.rollout.top_p=1"]
 
 
@@ -50,6 +54,8 @@ def test_two_steps(root, tmp_path, recipe):
     environment |= {"SMOKE": "1", "SMOKE_DTYPE": "float32", "OUTPUT_DIR": str(tmp_path / "run"), **variables}
     command = ["bash", "ray_start_npu.sh", f"internal/train_{recipe}.sh", f"internal/{script}_env.sh"]
     command += FROM_ALL_TOKENS
+    balanced = [name for name in ("eplb", "chunked_moe") if "VLLM_ENABLE_EPLB" in variables]
+    command += EPLB if balanced else []
     result = subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
@@ -60,5 +66,6 @@ def test_two_steps(root, tmp_path, recipe):
     assert all(counts[sign].get("rollout") for sign in rollout), counts
     assert all(counts[sign].get("trainer") for sign in trainer), counts
     assert bool(report["features"].get("moe_alltoallv")) == ("235b" in recipe)
+    assert all(report["features"].get(name) for name in balanced), report
     tracker = tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "2"

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
+from ascend_rl.settings.stack import DEFAULT, NAME
+
 
 @pytest.fixture
 def launch(tiny, monkeypatch):
@@ -17,7 +19,11 @@ def launch(tiny, monkeypatch):
     from verl.workers.rollout.replica import RolloutMode
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    class Server(server_module.vLLMHttpServer):
+    base = server_module.vLLMHttpServer
+    if NAME != DEFAULT:
+        from ascend_rl.glue.cann9_1.rollout_server import Server as base
+
+    class Server(base):
         # launch_server has parsed the command line; vLLM would load the model now.
         async def run_server(self, args):
             self.engine_args = AsyncEngineArgs.from_cli_args(args)

@@ -59,10 +59,10 @@ class Engine:
             self.counts["steps"] += 1
             return step()
 
-        def counted_drafts(stats, num_draft_tokens, num_accepted_tokens):
+        def counted_drafts(stats, num_draft_tokens, num_accepted_tokens, **others):
             self.counts["drafted"] += num_draft_tokens
             self.counts["accepted"] += num_accepted_tokens
-            return drafts(stats, num_draft_tokens, num_accepted_tokens)
+            return drafts(stats, num_draft_tokens, num_accepted_tokens, **others)
 
         def counted_preempt(*args):
             self.counts["preempted"] += 1

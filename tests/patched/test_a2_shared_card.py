@@ -33,7 +33,8 @@ def generate(path: str, kind: str, sleeps: bool) -> dict:
     runner.vllm_config.parallel_config.world_size = 16  # read for the choice of the exchange alone
     calls.clear()
     requests = [{"prompt_token_ids": prompt} for prompt in prompts_of(kind)]
-    outputs = llm.generate(requests, SamplingParams(temperature=0, max_tokens=NEW_TOKENS), use_tqdm=False)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    outputs = llm.generate(requests, sampling, use_tqdm=False)
     fused = {name: calls[name] for name in FUSED if calls[name]}
     return {"ids": [list(output.outputs[0].token_ids) for output in outputs], "fused": fused}
 

@@ -28,6 +28,8 @@ Worker()
 torch.distributed.init_process_group("gloo")
 """
 ENGINE = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
 from vllm.distributed.parallel_state import init_distributed_environment
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group as group
 of_data_parallel = group("localhost", int(free_port()), 0, 1, "gloo")

@@ -6,12 +6,15 @@ import pytest
 import torch
 from npu_ground import on_ranks, save_random_model
 
+from ascend_rl.settings.stack import DEFAULT, NAME
+
+ROUTES = {"enable_return_routed_experts": True} if NAME != DEFAULT else {}  # ROUTER_REPLAY=R3
 RANKS, CHUNK, EXPERTS_OF_A_TOKEN = 2, 64, 2
 LENGTHS = 191, 70, 5  # an even sum: gloo gathers equal shares of ranks only
 
 
 def prefill(path: str, parallel: str) -> dict:
-    """Log-probs of what follows prompts, and the largest number of rows that experts computed on at once."""
+    """Log-probs of what follows prompts, routes, and the largest number of rows that experts computed on."""
     import torch_npu
     from npu_ground import make_llm
 
@@ -26,7 +29,7 @@ def prefill(path: str, parallel: str) -> dict:
     torch_npu.npu_grouped_matmul = counted
     llm = make_llm(
         path, distributed_executor_backend="external_launcher", enable_expert_parallel=True,
-        enable_prefix_caching=False, max_logprobs=50, **{parallel: RANKS},
+        enable_prefix_caching=False, max_logprobs=50, **{parallel: RANKS}, **ROUTES,
     )  # fmt: skip
     profiled = max(rows)
     rows.clear()
@@ -41,7 +44,14 @@ def prefill(path: str, parallel: str) -> dict:
         [[at[token].logprob for token in sorted(at)] for at in output.outputs[0].logprobs]
         for output in outputs
     ]
-    return {"log_probs": log_probs, "rows": max(rows), "profiled": profiled, "calls": len(rows)}
+    routes = [output.outputs[0].routed_experts.tolist() for output in outputs] if ROUTES else []
+    return {
+        "log_probs": log_probs,
+        "routes": routes,
+        "rows": max(rows),
+        "profiled": profiled,
+        "calls": len(rows),
+    }
 
 
 def run(device: str, path: str, parallel: str, chunk: str) -> dict:
@@ -62,6 +72,7 @@ def test_chunks_bring_the_same_log_probs(npu_ground, tmp_path, device, parallel)
     torch.testing.assert_close(
         torch.tensor(chunked["log_probs"]), torch.tensor(whole["log_probs"]), atol=1e-5, rtol=0
     )
+    assert chunked["routes"] == whole["routes"]
     # A chunk has CHUNK tokens of each DP rank at most, and all their copies may meet on a rank.
     most = CHUNK * EXPERTS_OF_A_TOKEN * (RANKS if parallel == "data_parallel_size" else 1)
     assert chunked["rows"] <= most < whole["rows"] and chunked["profiled"] <= most < whole["profiled"]

@@ -34,9 +34,10 @@ def follow(path: str, chunk: int | None, options: dict) -> list[dict]:
         os.environ["VLLM_FUSED_MOE_CHUNK_SIZE"] = str(chunk)
     dispatch, rows = AllToAll.token_dispatch, []
 
-    def counted(self, hidden_states, *args, **kwargs):
-        rows.append(len(hidden_states))
-        return dispatch(self, hidden_states, *args, **kwargs)
+    def counted(self, **given):
+        of_later = given.get("token_dispatch_input")  # in 0.23
+        rows.append(len(of_later.hidden_states if of_later else given["hidden_states"]))
+        return dispatch(self, **given)
 
     AllToAll.token_dispatch = counted
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}

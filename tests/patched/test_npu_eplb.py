@@ -6,14 +6,29 @@ oracle is Hugging Face with the same weights: log-probs of the whole vocabulary 
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from npu_ground import WEIGHT_SYNC, on_ranks, save_random_model, sync_weights
+from safetensors.torch import load_file
+
+from ascend_rl.experts.support_eplb import grouped
+from ascend_rl.settings.stack import DEFAULT, NAME
 
 RANKS, LAYERS, EXPERTS, NEW_TOKENS, TOLERANCE = 2, 2, 8, 4, 5e-5
 TP, DP = "tensor_parallel_size", "data_parallel_size"
 COLLECT, WAIT = 16, 1  # steps until the worker plans, and until its plan is carried out
 PROMPTS = [[(7 * i + 3 * j + i * j) % 13 for j in range(3 + 4 * i)] for i in range(4)]
+
+
+def settings(redundant: int) -> dict:
+    found = {
+        "dynamic_eplb": True, "eplb_policy_type": 4, "init_redundancy_expert": redundant,
+        "num_iterations_eplb_update": COLLECT, "num_wait_worker_iterations": WAIT,
+    }  # fmt: skip
+    return found if NAME == DEFAULT else grouped(found)
 
 
 class Rank:
@@ -29,11 +44,7 @@ class Rank:
             path, distributed_executor_backend="external_launcher", **{parallel: RANKS},
             enable_expert_parallel=True, enable_prefix_caching=False, enable_sleep_mode=True, max_logprobs=50,
             worker_extension_cls=WEIGHT_SYNC,
-            additional_config={
-                "dynamic_eplb": True, "eplb_policy_type": 4, "init_redundancy_expert": redundant,
-                "num_iterations_eplb_update": COLLECT, "num_wait_worker_iterations": WAIT,
-            },
-            **options,
+            additional_config=settings(redundant), **options,
         )  # fmt: skip
         self.worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         self.runner, self.stages = self.worker.model_runner, []
@@ -45,7 +56,7 @@ class Rank:
         return [layer.mlp.experts for layer in self.runner.model.model.layers]
 
     def sync(self, file: str) -> None:
-        self.weights = torch.load(file)
+        self.weights = load_file(file)
         sync_weights(self.worker, self.weights)
 
     def generate(self, prompts, tokens: int):
@@ -166,7 +177,6 @@ def outlive_a_planner(path: str, files: list[str], parallel: str, redundant: int
 def rollouts(story: str, device: str, path: str, *args) -> list[dict]:
     import os
     import tempfile
-    from pathlib import Path
 
     os.environ["DYNAMIC_EPLB"] = "true"
     tempfile.tempdir = str(Path(path).parent)  # of the sockets of the weight sync
@@ -184,8 +194,8 @@ def weights(tmp_path_factory):
     torch.manual_seed(1)
     files = []
     for step in range(4):
-        files.append(str(directory / f"{step}.pt"))
-        torch.save({name: tensor.clone() for name, tensor in model.state_dict().items()}, files[-1])
+        model.save_pretrained(directory / str(step))  # which names the weights of each expert
+        files.append(str(directory / str(step) / "model.safetensors"))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + 0.5 * torch.randn_like(parameter))
@@ -199,8 +209,10 @@ def expected(model, ids: list[int], prompt: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1)
 
 
-def gap(stage: dict, model) -> float:
-    model.load_state_dict(torch.load(stage["file"]))
+def gap(stage: dict) -> float:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(Path(stage["file"]).parent, dtype=torch.float32)
     found = zip(stage["ids"], stage["log_probs"], PROMPTS, strict=True)
     return max(
         (torch.tensor(log_probs) - expected(model, ids, prompt)).abs().max().item()
@@ -215,7 +227,7 @@ def gap(stage: dict, model) -> float:
 def test_the_rollout_follows_the_trainer_and_the_experts(npu_ground, weights, device, parallel, redundant):
     path, files, model = weights
     stages = npu_ground.run(rollouts, "follow", device, str(path), files, parallel, redundant)
-    gaps = [gap(stage, model) for stage in stages]
+    gaps = [gap(stage) for stage in stages]
     assert len(gaps) == 6 and max(gaps) < TOLERANCE, gaps
     tables = [stage["table"] for stage in stages]
     assert tables[0] == tables[1] != tables[2] == tables[3] != tables[4] == tables[5]
@@ -245,7 +257,7 @@ def test_only_real_tokens_are_load(npu_ground, weights, device, parallel, redund
 def test_a_failed_planner_leaves_the_experts_where_they_are(npu_ground, weights):
     path, files, model = weights
     stages = npu_ground.run(rollouts, "outlive_a_planner", "A3", str(path), files, TP, 2)
-    gaps = [gap(stage, model) for stage in stages]
+    gaps = [gap(stage) for stage in stages]
     assert len(gaps) == 3 and max(gaps) < TOLERANCE, gaps
     assert stages[0]["table"] == stages[1]["table"] == stages[2]["table"]
 
@@ -262,8 +274,10 @@ def planned_layers(policy: int) -> list[int]:
 
     import torch.distributed as dist
 
+    import vllm.distributed.parallel_state as groups
     from vllm_ascend.eplb.core.eplb_worker import EplbWorker
 
+    groups._EP = SimpleNamespace(rank_in_group=0)  # of an engine with experts; 0.23 asks it for the rank
     load = torch.tensor([[[9, 1], [2, 1]], [[1, 1], [1, 1]], [[1, 2], [1, 9]]])
     maps = torch.tensor([[[0, 1, -1, -1], [-1, -1, 0, 1]]] * 3)  # the slot of each expert on each rank
     with tempfile.TemporaryDirectory() as directory:

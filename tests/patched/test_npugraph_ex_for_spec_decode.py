@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ascend_rl.settings.stack import DEFAULT, NAME
+
 VLLM = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
 NGRAM = [f"{VLLM}.speculative_config.method=ngram", f"{VLLM}.speculative_config.num_speculative_tokens=3"]
 EX = [f"{VLLM}.additional_config.enable_npugraph_ex=True"]
@@ -14,7 +16,8 @@ MTP = ["actor_rollout_ref.model.mtp.enable=True", "actor_rollout_ref.model.mtp.e
 def test_options_reach_the_engine(launch):
     args = launch(*NGRAM, *EX)
     assert args.speculative_config == {"method": "ngram", "num_speculative_tokens": 3}
-    assert args.additional_config == {"enable_npugraph_ex": True}
+    asked = {"enable_npugraph_ex": True}
+    assert args.additional_config == (asked if NAME == DEFAULT else {"ascend_compilation_config": asked})
     assert args.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
 
 
@@ -27,7 +30,7 @@ def test_elsewhere_nothing_changes(launch):
 @pytest.mark.parametrize("overrides", [
     [*EX, *PIECEWISE],
     [*NGRAM, *MTP],
-    [f"{VLLM}.additional_config.enable_static_kernel=True"],
+    [f"{VLLM}.additional_config.{key}" for key in ("enable_static_kernel=True", "enable_npugraph_ex=False")],
 ])  # fmt: skip
 def test_contradictions_end_the_start(launch, overrides):
     where = VLLM.removeprefix("+")

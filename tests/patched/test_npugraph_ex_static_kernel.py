@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ascend_rl.settings.stack import DEFAULT, NAME
+
 ON = {"enable_static_kernel": True}
 CASES = [
     # additional_config, method, speculative tokens, graph sizes, max_num_seqs
@@ -29,7 +31,7 @@ def torchair_options() -> Options:
     rest = {f"{kernel}_{name}": None for name in ("build_dir", "sym_value_range", "sym_index")}
     return Options(
         mode="max-autotune",
-        debug=Options(run_eagerly=False),
+        debug=Options(run_eagerly=False, aclgraph=Options(disable_reinplace_inplaceable_ops_pass=False)),
         experimental_config=Options(aclgraph=Options(**{kernel: False}, **rest)),
     )
 
@@ -42,7 +44,7 @@ def compile_all(path: str, cases: list) -> list[dict]:
 
     import torch
 
-    from ascend_rl.glue.decode_dispatcher import DecodeDispatcher
+    from ascend_rl.rollout.npu_options import later_names
     from vllm.config import CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
     from vllm_ascend.compilation.compiler_interface import AscendCompiler
@@ -51,6 +53,14 @@ def compile_all(path: str, cases: list) -> list[dict]:
         asked.append(compiler_config)
         return lambda graph, inputs: graph
 
+    if NAME == DEFAULT:
+        from ascend_rl.glue.decode_dispatcher import DecodeDispatcher as Dispatcher
+
+        named, sam = dict, {"method": "sam"}
+    else:
+        from ascend_rl.glue.cann9_1.decode_graphs import Dispatcher
+
+        named, sam = later_names, {"method": "custom_class", "model": "ascend_rl.glue.cann9_1.sam.SamDrafter"}
     asked, answers = [], []
     sys.modules["torchair"] = ModuleType("torchair")
     sys.modules["torchair"].__dict__.update(CompilerConfig=torchair_options, get_npu_backend=backend)
@@ -60,9 +70,12 @@ def compile_all(path: str, cases: list) -> list[dict]:
             path,
             max_model_len=512,
             max_num_seqs=most,
-            speculative_config=method and {"method": method, "num_speculative_tokens": drafts} or None,
+            speculative_config=(sam if method == "sam" else {"method": method})
+            | {"num_speculative_tokens": drafts}
+            if method
+            else None,
             compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes},
-            additional_config={"enable_npugraph_ex": True, "refresh": True, **additional},
+            additional_config=named({"enable_npugraph_ex": True, "refresh": True, **additional}),
         ).create_engine_config()
         config.parallel_config.world_size, config.parallel_config.data_parallel_size_local = 4, 4
         compiler = AscendCompiler()
@@ -72,7 +85,7 @@ def compile_all(path: str, cases: list) -> list[dict]:
         kernels = options.experimental_config.aclgraph
 
         # Afterwards, when the runner knows its attention, vLLM settles the sizes of the graphs.
-        dispatcher = DecodeDispatcher(config)
+        dispatcher = Dispatcher(config)
         if drafts:
             config.compilation_config.adjust_cudagraph_sizes_for_spec_decode(1 + drafts, 1)
         dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, 1 + drafts)

@@ -7,6 +7,9 @@ import os
 import pytest
 from npu_ground import save_random_model
 
+from ascend_rl.experts.support_eplb import grouped
+from ascend_rl.settings.stack import DEFAULT, NAME
+
 ROLLOUT = "actor_rollout_ref.rollout"
 EP = [f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2"]
 EXTRA = f"+{ROLLOUT}.engine_kwargs.vllm.additional_config"
@@ -22,12 +25,13 @@ def test_eplb_reaches_the_engine(launch, moe, monkeypatch):
     monkeypatch.delenv("DYNAMIC_EPLB", raising=False)
     settings = [f"{EXTRA}.init_redundancy_expert=2", f"{EXTRA}.num_iterations_eplb_update=50"]
     args = launch(*EP, *settings, model=moe, dies=2)
-    assert args.additional_config == {
+    asked = {
         "dynamic_eplb": True,
         "eplb_policy_type": 4,
         "init_redundancy_expert": 2,
         "num_iterations_eplb_update": 50,
     }
+    assert args.additional_config == (asked if NAME == DEFAULT else grouped(asked))
     assert args.enable_expert_parallel and os.environ["DYNAMIC_EPLB"] == "true"
 
 

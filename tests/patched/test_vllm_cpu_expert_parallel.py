@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -28,7 +26,8 @@ def test_the_parts_of_all_ranks_add_up_to_the_layer(ranks):
     total, size = torch.zeros_like(expected), EXPERTS // ranks
     for rank in range(ranks):
         mine = slice(rank * size, (rank + 1) * size)
-        layer = SimpleNamespace(w13_weight=gate_up[mine], w2_weight=down[mine])
+        layer = torch.nn.Module()
+        layer.w13_weight, layer.w2_weight, layer.router = gate_up[mine], down[mine], None
         expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
         expert_map[mine] = torch.arange(size, dtype=torch.int32)
         total += CPUFusedMOE(layer)(

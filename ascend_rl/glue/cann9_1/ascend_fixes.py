@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 
 from ascend_rl.glue.cann9_1.hooks import Hooks
+from ascend_rl.rollout.a2_shared_card import may_fuse
+from ascend_rl.rollout.npu_graph import kernel_sizes
 from ascend_rl.rollout.npu_options import expansion_mode
 from ascend_rl.speculation.rejection_sampler import expand
 from ascend_rl.weights.sleep_level_2 import unregistered
@@ -69,3 +71,61 @@ def set_expansion_modes(module: ModuleType) -> None:
         return expansion_mode(options(group_name), group_name, modes)
 
     module.get_hccl_config_for_pg_options = get_hccl_config_for_pg_options
+
+
+@hooks.after("vllm_ascend.compilation.compiler_interface")
+def compile_for_all_graphs(module: ModuleType) -> None:
+    """Static kernels are for the sizes before vLLM rounds them up for drafts, and for steps with drafts."""
+    module._compute_decode_cudagraph_batch_sizes = kernel_sizes
+
+
+@hooks.after("vllm_ascend.ascend_forward_context")
+def exchange_apart_on_a_shared_a2(module: ModuleType) -> None:
+    """Fused collectives of an Atlas A2 do not support a trainer's process beside the engine's."""
+    select = module._select_a2_moe_comm_method
+
+    def _select_a2_moe_comm_method(num_tokens, vllm_config, *args):
+        sleeps = vllm_config.model_config.enable_sleep_mode
+        if not may_fuse("A2", sleeps):
+            return module.MoECommType.ALLGATHER
+        return select(num_tokens, vllm_config, *args)
+
+    module._select_a2_moe_comm_method = _select_a2_moe_comm_method
+
+
+@hooks.after("vllm_ascend.worker.model_runner_v1")
+def scatter_apart_on_a_shared_a2(module: ModuleType) -> None:
+    """Nor does matmul with reduce-scatter (FlashComm1)."""
+    runner = module.NPUModelRunner
+    forward = runner._model_forward
+
+    def _model_forward(self, *args, **kwargs):
+        chip, sleeps = module.get_ascend_device_type().name, self.model_config.enable_sleep_mode
+        module.get_forward_context().mmrs_fusion &= may_fuse(chip, sleeps)
+        return forward(self, *args, **kwargs)
+
+    runner._model_forward = _model_forward
+
+
+@hooks.after("vllm_ascend.worker.model_runner_v1")
+def compute_own_rows(module: ModuleType) -> None:
+    """Beside one rank's prefill no rank has a graph, and the all-to-all takes unequal rows.
+
+    Ranks that would have replayed a graph pad to the rows of that rank all the same.
+    """
+    runner = module.NPUModelRunner
+    synchronize, no_graph = runner._sync_metadata_across_dp, module.CUDAGraphMode.NONE
+
+    def _sync_metadata_across_dp(
+        self, num_tokens, is_draft_model=False, cudagraph_mode=no_graph, allow_dp_padding=False
+    ):
+        pads = module.enable_sp(self.vllm_config) or module.oproj_tp_enable() or module.embedding_tp_enable()
+        if is_draft_model or pads or self.dp_size == 1:
+            return synchronize(self, num_tokens, is_draft_model, cudagraph_mode, allow_dp_padding)
+        most, rows, mode = synchronize(self, num_tokens, False, cudagraph_mode)
+        alltoall = module.select_moe_comm_method(most, self.vllm_config) == module.MoECommType.ALLTOALL
+        if allow_dp_padding and not (mode == no_graph and alltoall):
+            rows = rows.new_full(rows.shape, most)
+        return most, rows, mode
+
+    runner._sync_metadata_across_dp = _sync_metadata_across_dp

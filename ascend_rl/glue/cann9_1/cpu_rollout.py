@@ -7,6 +7,7 @@ import types
 
 from ascend_rl.glue.cann9_1.hooks import Hooks
 from ascend_rl.rollout.vllm_cpu_rollout import keep_weights_in_place
+from ascend_rl.speculation.rejection_sampler import expand
 
 hooks = Hooks()
 
@@ -40,6 +41,28 @@ def plain_experts(module: types.ModuleType) -> None:
 
 
 @hooks.after("vllm.model_executor.layers.fused_moe.cpu_fused_moe")
+def leave_experts_to_their_ranks(module: types.ModuleType) -> None:
+    """Experts are taken by their numbers in the whole layer, of which a rank holds some: others add zeros."""
+    import torch
+
+    experts = module.CPUFusedMOE
+    call = experts.__call__
+
+    def twice(x: torch.Tensor) -> torch.Tensor:  # what an activation halves
+        return x.repeat(1, 2)
+
+    def __call__(self, layer, *args, **kwargs):
+        slots = kwargs.get("expert_map", args[8] if len(args) > 8 else None)
+        if slots is not None and len(layer.gate_up_linear) < len(slots):
+            for name, other in (("gate_up_linear", twice), ("down_linear", torch.zeros_like)):
+                held = getattr(layer, name)
+                setattr(layer, name, [held[slot] if slot >= 0 else other for slot in slots.tolist()])
+        return call(self, layer, *args, **kwargs)
+
+    experts.__call__ = __call__
+
+
+@hooks.after("vllm.model_executor.layers.fused_moe.cpu_fused_moe")
 def record_routes(module: types.ModuleType) -> None:
     """It chooses the experts without the layer's router, which would record them (ROUTER_REPLAY=R3)."""
     forward = module.CPUFusedMOE.forward_torch
@@ -62,3 +85,9 @@ def take_the_precision(module: types.ModuleType) -> None:
         function(*args, **kwargs)
 
     kernel.func = sample
+
+
+@hooks.after("vllm.v1.sample.rejection_sampler")
+def expand_rows_on_a_cpu(module: types.ModuleType) -> None:
+    """The kernel writes into a copy of its output unless that is int64, so temperatures stay undefined."""
+    module.expand_batch_to_tokens = expand

@@ -12,11 +12,14 @@ from typing import Any
 
 import ray
 
+from ascend_rl.experts import support_eplb
 from ascend_rl.glue.cann9_1.options import options
+from ascend_rl.rollout import npu_options
 from ascend_rl.rollout.engine_stats import counting
 from ascend_rl.rollout.front_end import result_only
 from ascend_rl.rollout.request_mover import SAME_KV, MovableRequests, RolloutRebalanceConfig, settings
 from ascend_rl.rollout.rollout_progress import Requests
+from verl.utils import device
 from verl.workers.rollout.vllm_rollout import vllm_async_server
 from vllm.sampling_params import RequestOutputKind
 
@@ -44,6 +47,21 @@ class Server(MovableRequests, vllm_async_server.vLLMHttpServer):
         sent = self.with_kv_transfer({key: known.get(key) for key in SAME_KV} | engine_kwargs)
         engine_kwargs |= {key: sent[key] for key in ("kv_transfer_config",) if key in sent}
         engine_kwargs |= {"disable_log_stats": False, "cudagraph_metrics": True}  # the engines count
+        self.check_options(engine_kwargs)
+
+    def check_options(self, engine_kwargs: dict[str, Any]) -> None:
+        """Graphs, npugraph_ex and EPLB (VLLM_ENABLE_EPLB=1), under the names that vllm-ascend 0.23 reads."""
+        name, model = device.get_device_name(), self.model_config.hf_config
+        engine_kwargs |= npu_options.engine_options(engine_kwargs, self.config, name, later=True)
+        known = {
+            "tensor_parallel_size": self.config.tensor_model_parallel_size,
+            "data_parallel_size": self.config.data_parallel_size,
+            "enable_expert_parallel": self.config.expert_parallel_size > 1,
+            "quantization": self.config.quantization,
+        }
+        extra = support_eplb.engine_args(known | engine_kwargs, model, name).get("additional_config")
+        if extra:
+            engine_kwargs["additional_config"] = npu_options.later_names(support_eplb.grouped(extra))
 
     def counting_llm(self) -> type:
         """vLLM's AsyncLLM that counts what it generates, and says when a request is with the engine."""

@@ -35,6 +35,13 @@ def bind_trainers(module: ModuleType) -> None:
     first(module.Worker, "__init__", lambda *args, **kwargs: bind_trainer())
 
 
+@hooks.after("verl.single_controller.base.worker")
+def keep_trainers_on_loopback(module: ModuleType) -> None:
+    from ascend_rl.host.loopback import listen_on_loopback
+
+    listen_on_loopback()
+
+
 @hooks.after("verl.workers.rollout.vllm_rollout.utils")
 def bind_workers(module: ModuleType) -> None:
     from ascend_rl.host import core_binding

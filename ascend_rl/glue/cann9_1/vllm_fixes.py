@@ -10,6 +10,7 @@ from typing import Any
 
 from ascend_rl.glue.cann9_1.hooks import Hooks, first
 from ascend_rl.host import idle
+from ascend_rl.host.loopback import listen_on_loopback
 from ascend_rl.rollout.front_end import append_sampled
 from ascend_rl.rollout.request_checks import check, check_prompt
 
@@ -129,6 +130,12 @@ def keep_restrictions_apart(module: ModuleType) -> None:
             mask[self.num_reqs : rows] = False
 
     batch.swap_states, batch.condense = swap_states, condense_and_clear
+
+
+@hooks.after("vllm.distributed.utils")
+def keep_engines_on_loopback(module: ModuleType) -> None:
+    """torch's store listens on all interfaces, also where it is announced at a loopback address."""
+    listen_on_loopback()
 
 
 @hooks.after("vllm.model_executor.layers.rotary_embedding.common")

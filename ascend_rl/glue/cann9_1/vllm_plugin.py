@@ -7,7 +7,7 @@ import multiprocessing
 from types import ModuleType
 from typing import Any
 
-from ascend_rl.glue.cann9_1 import ascend_fixes, vllm_fixes
+from ascend_rl.glue.cann9_1 import ascend_fixes, experts, vllm_fixes
 from ascend_rl.glue.cann9_1.hooks import Hooks, or_stop, version_is
 from ascend_rl.host import core_binding
 from ascend_rl.host.disable_gc import CallCollector, collect_between
@@ -82,6 +82,10 @@ def record_routes_of_several_ranks(module: ModuleType) -> None:
 SAM = "ascend_rl.glue.cann9_1.sam"
 
 
+def drafts_with_sam(speculative: Any) -> bool:
+    return speculative is not None and speculative.model == f"{SAM}.SamDrafter"
+
+
 @hooks.after("vllm.v1.worker.gpu_model_runner")
 def give_the_runner(module: ModuleType) -> None:
     start = module.GPUModelRunner.__init__
@@ -101,7 +105,7 @@ def know_the_method(module: ModuleType) -> None:
     known = module.get_spec_decode_method
 
     def get_spec_decode_method(method, vllm_config, device, runner):
-        if method != "custom_class" or vllm_config.speculative_config.model != f"{SAM}.SamDrafter":
+        if not drafts_with_sam(vllm_config.speculative_config):
             return known(method, vllm_config, device, runner)
         from ascend_rl.glue.cann9_1.sam import SamDrafter
 
@@ -124,7 +128,7 @@ def draft_in_small_batches(module: ModuleType) -> None:
     def __init__(self, vllm_config, *args, **kwargs):
         start(self, vllm_config, *args, **kwargs)
         method = self.speculative_config and self.speculative_config.method
-        if method == "custom_class" and self.speculative_config.model == f"{SAM}.SamDrafter":
+        if drafts_with_sam(self.speculative_config):
             method = "sam"
         self.draft_gate = draft_gate(method, (vllm_config.additional_config or {}).get(KEY))
 
@@ -136,13 +140,98 @@ def draft_in_small_batches(module: ModuleType) -> None:
     runner.__init__, runner.propose_draft_token_ids = __init__, propose_draft_token_ids
 
 
+@hooks.after("vllm_ascend.worker.model_runner_v1")
+def replay_without_drafts(module: ModuleType) -> None:
+    """With SAM, a step whose rows are one token each replays graphs of its own."""
+    runner = module.NPUModelRunner
+    start, check = runner.__init__, runner._check_and_update_cudagraph_mode
+    dummy_run, determine = runner._dummy_run, runner._determine_batch_execution_and_padding
+    capture = runner._warmup_and_capture
+
+    def __init__(self, vllm_config, *args, **kwargs):
+        start(self, vllm_config, *args, **kwargs)
+        if drafts_with_sam(self.speculative_config):
+            from ascend_rl.glue.cann9_1.decode_graphs import Dispatcher
+
+            self.cudagraph_dispatcher = Dispatcher(vllm_config)
+
+    def select(self, longest: int) -> None:
+        if drafts_with_sam(self.speculative_config):
+            self.cudagraph_dispatcher.select(longest)
+            self.uniform_decode_query_len = self.cudagraph_dispatcher.uniform_decode_query_len
+
+    def _check_and_update_cudagraph_mode(self, *args) -> None:
+        check(self, *args)
+        if drafts_with_sam(self.speculative_config) and self.cudagraph_dispatcher.plain_sizes:
+            from ascend_rl.glue.cann9_1.decode_graphs import GraphParams
+            from vllm_ascend.compilation import acl_graph
+
+            acl_graph._graph_params = GraphParams(acl_graph._graph_params)
+
+    def _determine(self, *args, max_num_scheduled_tokens, **kwargs):
+        select(self, max_num_scheduled_tokens)
+        return determine(self, *args, max_num_scheduled_tokens=max_num_scheduled_tokens, **kwargs)
+
+    def _warmup_and_capture(self, desc, *args, **kwargs):
+        select(self, desc.num_tokens // (desc.num_reqs or 1))
+        return capture(self, desc, *args, **kwargs)
+
+    def _dummy_run(self, *args, **kwargs):
+        if kwargs.get("cudagraph_runtime_mode") is None:
+            select(self, 0)  # a data-parallel rank without requests computes a row with drafts
+        return dummy_run(self, *args, **kwargs)
+
+    runner.__init__, runner._dummy_run = __init__, _dummy_run
+    runner._check_and_update_cudagraph_mode = _check_and_update_cudagraph_mode
+    runner._determine_batch_execution_and_padding = _determine
+    runner._warmup_and_capture = _warmup_and_capture
+
+
+@hooks.after("vllm_ascend.worker.model_runner_v1")
+def replay_by_rank(module: ModuleType) -> None:
+    """additional_config.graphs_by_rank: a data-parallel rank keeps its own tokens and graph with MC2."""
+    runner = module.NPUModelRunner
+    synchronize = runner._sync_metadata_across_dp
+
+    def _sync_metadata_across_dp(
+        self, num_tokens, is_draft_model=False, cudagraph_mode=module.CUDAGraphMode.NONE, *args, **kwargs
+    ):
+        most, rows, mode = synchronize(self, num_tokens, is_draft_model, cudagraph_mode, *args, **kwargs)
+        if graphs_by_rank(self.vllm_config) and self.dp_size > 1 and not is_draft_model:
+            if module.select_moe_comm_method(most, self.vllm_config) == module.MoECommType.MC2:
+                return num_tokens, rows.new_full(rows.shape, num_tokens), cudagraph_mode
+        return most, rows, mode
+
+    runner._sync_metadata_across_dp = _sync_metadata_across_dp
+
+
+@hooks.after("vllm_ascend.ops.fused_moe.token_dispatcher")
+def dispatch_by_rank(module: ModuleType) -> None:
+    """MC2 takes unequal rows if it is told the most that all ranks can have."""
+    dispatcher = module.TokenDispatcherWithMC2
+    start = dispatcher.__init__
+
+    def __init__(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        config = module.get_current_vllm_config()
+        if graphs_by_rank(config):
+            tp = config.parallel_config.tensor_parallel_size
+            self.global_bs = module.get_mc2_tokens_capacity() // tp * self.ep_world_size
+
+    dispatcher.__init__ = __init__
+
+
+def graphs_by_rank(vllm_config: Any) -> bool:
+    return bool((vllm_config.additional_config or {}).get("graphs_by_rank"))
+
+
 @or_stop
 def register() -> None:
     if not version_is("vllm", "0.23"):
         return
     if multiprocessing.current_process().name.startswith("EngineCore"):
         core_binding.bind("engine")
-    for found in (hooks, ascend_fixes.hooks, vllm_fixes.hooks):
+    for found in (hooks, experts.hooks, ascend_fixes.hooks, vllm_fixes.hooks):
         found.install()
     from vllm.platforms import current_platform
 
