@@ -9,3 +9,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT = "cann8.5"  # its frameworks.lock, patches/ and frameworks/ are at the root
 NAME = os.environ.get("STACK") or DEFAULT
 DIRECTORY = ROOT if NAME == DEFAULT else ROOT / "stacks" / NAME
+
+
+def recipes() -> list[Path]:
+    """The training scripts that this stack can run: asynchronous ones need verl 0.9.1."""
+    found = sorted((ROOT / "internal").glob("train_*.sh"))
+    return [path for path in found if NAME != DEFAULT or not path.stem.endswith("_async")]
