@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +19,10 @@ from ascend_rl.rollout.separate_async import check
 from ascend_rl.settings.metrics import FRESH, GAP_MAX
 from ascend_rl.settings.switch import CannotWork
 
-RECIPES = {  # name: environment
-    "gspo_qwen3_32b_64die_true_weight_async": "qwen3_32b",
-    "gspo_qwen3_30b_a3b_32die_true_weight_async": "qwen3_30b_a3b",
+SEATS = "actor_rollout_ref.rollout.max_num_seqs=2", "actor_rollout_ref.rollout.cudagraph_capture_sizes=[2]"
+RECIPES = {  # name: (environment, overrides); with two seats, responses are unfinished when new weights come
+    "gspo_qwen3_32b_64die_true_weight_async": ("qwen3_32b", SEATS),
+    "gspo_qwen3_30b_a3b_32die_true_weight_async": ("qwen3_30b_a3b", ()),
 }
 CASES = [*RECIPES] if os.environ.get("ALL_RECIPES") == "1" else [*RECIPES][:1]
 V1, CUSTOM = "trainer.v1", "+actor_rollout_ref.rollout.custom"
@@ -76,6 +78,22 @@ def test_the_recipes_need_this_stack_and_divide_its_nodes(root, recipe):
     mini_batch = int(arguments["actor_rollout_ref.actor.ppo_mini_batch_size"])
     assert updates == 2 and int(arguments["data.train_batch_size"]) == 2 * mini_batch
     assert arguments.get("actor_rollout_ref.rollout.expert_parallel_size") in (None, "32")
+
+
+def test_the_linter_knows_the_dies_of_the_rollout(root):
+    """Of TP4, seven dies on each of two nodes; and its KV cache has what the trainer would take beside it."""
+    files = ["internal/train_gspo_qwen3_32b_64die_true_weight_async.sh", "internal/qwen3_32b_env.sh"]
+    command = [sys.executable, "-m", "ascend_rl.lint", *files, "--json"]
+    said = {}
+    for npus in (16, 7):
+        given = f"actor_rollout_ref.rollout.n_gpus_per_node={npus}"
+        ran = subprocess.run([*command, given], cwd=root, capture_output=True, text=True, check=False)
+        said[npus] = {one["check"]: one["why"] for one in json.loads(ran.stdout)}
+    assert "TP 4 x DP 1 = 4, and there are 14 dies" in said[7]["parallel.rollout_world"]
+    assert "parallel.rollout_world" not in said[16] and said[16]["rollout.seats"].startswith(
+        "2048 seats in 8"
+    )
+    assert said[16]["rollout.kv_capacity"].startswith("16 of 256 sequences")
 
 
 def test_a_run_with_the_manager_has_the_trainer(monkeypatch):
@@ -179,11 +197,13 @@ def test_three_steps(root, tmp_path, recipe):
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL", "VLLM"))}
     environment |= {"SMOKE": "1", "SMOKE_DTYPE": "float32", "STEPS": "3", "OUTPUT_DIR": str(tmp_path / "run")}
+    script, overrides = RECIPES[recipe]
     command = [
         "bash",
         "ray_start_npu.sh",
         f"internal/train_{recipe}.sh",
-        f"internal/{RECIPES[recipe]}_env.sh",
+        f"internal/{script}_env.sh",
+        *overrides,
     ]
     result = subprocess.run(
         command, cwd=root, env=environment | {"NUM_WARMUP_BATCHES": "0.5"}, capture_output=True, text=True,
@@ -194,6 +214,8 @@ def test_three_steps(root, tmp_path, recipe):
     assert report["gap"]["met"] is True and report["features"]["async"] > 16, report
     steps = [json.loads(line)["data"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps] == [0, 1, 1]
+    spans = [step["training/off_policy/trajectory_spans/max"] for step in steps]
+    assert not overrides or max(spans) == 2, spans  # old weights began it, and new ones went on
     for step in steps[1:]:
         assert step["training/off_policy/trajectory_staleness_worst/mean"] == 0.5
         assert step[FRESH] <= 1e-5 < 5e-5 < step[GAP_MAX]
