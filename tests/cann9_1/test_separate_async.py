@@ -12,10 +12,13 @@ from types import SimpleNamespace
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from wheels import sites, wheels_file
 
 from ascend_rl.glue.cann9_1.options import ASYNC_MANAGER, options
 from ascend_rl.process.counts import VARIABLE, counted
+from ascend_rl.process.ports import free_port
 from ascend_rl.rollout.separate_async import check
+from ascend_rl.settings import stack
 from ascend_rl.settings.metrics import FRESH, GAP_MAX
 from ascend_rl.settings.switch import CannotWork
 
@@ -121,6 +124,48 @@ def test_verl_may_log_with_flush(caplog):
         assert caplog.messages == ["a message"]
         with pytest.raises(TypeError, match="flush"):
             trainer_separate_async.logger.logger.info("a message", flush=True)
+
+
+WITHOUT_HCCL = """
+import sys, threading, torch, verl
+from verl.checkpoint_engine import hccl_checkpoint_engine as engine
+
+def connect(rank):
+    try:
+        group = engine.stateless_init_process_group("127.0.0.1", int(sys.argv[1]), rank, 2, 0)
+        group.broadcast(torch.ones(1, device="npu"), src=0)
+        print("nothing was sent")
+    except RuntimeError as error:
+        print(error)
+
+ranks = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+[rank.start() for rank in ranks], [rank.join() for rank in ranks]
+"""
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_weights_are_not_sent_into_the_void(hooked):
+    """Without the hook, a process that finds no libhccl.so goes on, and nothing reaches the rollout."""
+    environment = os.environ | {
+        "HCCL_SO_PATH": "/nowhere/libhccl.so",
+        "SOFTWARE_NPU_WHEELS": str(wheels_file()),
+        "PYTHONPATH": os.pathsep.join([*map(str, sites()), str(stack.DIRECTORY / "frameworks/vllm_ascend")]),
+        "SOFTWARE_NPU_VLLM_ASCEND": "1",
+    }
+    code = WITHOUT_HCCL
+    if not hooked:
+        code = code.replace(
+            "import sys",
+            "from ascend_rl.glue.cann9_1 import hooks\nhooks.Hooks.install = lambda self: None\nimport sys",
+            1,
+        )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(free_port())], env=environment, capture_output=True, text=True
+    )
+    told = (
+        "libhccl.so cannot be loaded, so no weights would reach the rollout" if hooked else "nothing was sent"
+    )
+    assert ran.stdout.count(told) == 2, ran.stdout + ran.stderr[-3000:]
 
 
 def made(monkeypatch, queue: dict, **config):

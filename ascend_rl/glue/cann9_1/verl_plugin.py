@@ -110,6 +110,23 @@ def choose_the_async_trainer(module: ModuleType) -> None:
     TRAINER_REGISTRY["separate_async"] = choose
 
 
+@hooks.after("verl.checkpoint_engine.hccl_checkpoint_engine")
+def refuse_without_hccl(module: ModuleType) -> None:
+    """Where libhccl.so is not found, vllm-ascend's communicator does nothing: all weights would be zeros."""
+    connect = module.stateless_init_process_group
+
+    def stateless_init_process_group(*args: Any) -> Any:
+        group = connect(*args)
+        if group.disabled:
+            raise RuntimeError(
+                "libhccl.so cannot be loaded, so no weights would reach the rollout: set HCCL_SO_PATH to it, "
+                "or source CANN's set_env.sh"
+            )
+        return group
+
+    module.stateless_init_process_group = stateless_init_process_group
+
+
 @hooks.after("verl.workers.rollout.vllm_rollout.vllm_rollout")
 def find_the_server(module: ModuleType) -> None:
     """Look a server up each time: it may have restarted."""
