@@ -1,12 +1,13 @@
-"""Placement and migration policies for synchronous rollout, in the simulator, against published figures.
+"""Placement and migration policies for rollouts, in the simulator, against published figures.
 
 Usage:    python bench/bench_rollout.py [--quick] [--lengths FILE.jsonl]
-Example:  python bench/bench_rollout.py            # 1.5 to 3 minutes; --quick under one
+Example:  python bench/bench_rollout.py            # 3 to 6 minutes; --quick under one
 1. The model against the published tables: fitted rows and held-out rows.
 2. Placement, by how much is known about the prompts.
 3. All policies on five length models, on the same requests.
 4. Queues sorted by siblings that have ended. Servers with their own clocks.
 5. The planner's time.
+6. Training and rollout at the same time, on ranks of their own: at which staleness it is faster, on which.
 The constants are those of bench/sim_rollout.py; docs/rollout_rebalance.md explains how they were fitted.
 """
 
@@ -31,12 +32,17 @@ from sim_rollout import (
     Cluster,
     Result,
     Simulation,
+    Training,
+    async_bound,
     draw_bimodal,
     draw_equal,
     draw_lengths,
+    joined,
     lower_bound,
     read_lengths,
     simulate,
+    simulate_async,
+    trained,
 )
 
 from ascend_rl.rollout.data_rebalance import place, predict
@@ -606,6 +612,78 @@ def time_planner(bars: list, data: dict) -> None:
         bars.append(bar(f"planner, 128 ranks x 256 requests, {len(moves)} moves", middle, "ms", "< 10"))
 
 
+# Published for GRPO 235B on 128 dies: 798 s for the update with 8192 responses, 58.2M tokens. Four updates a
+# step. Weights are broadcast over one link: 470 GB at 20 GB/s.
+UPDATE_MS, UPDATES, SYNC_MS = 798e3 * 32 / 58.2e6, 4, 24e3
+ASYNC = {  # name: (ahead, bound, partial rollout)
+    "staleness 0": (0, 1, True),
+    "staleness 1": (1, 2, True),
+    "staleness 1, whole responses": (1, 2, False),
+    "staleness 2": (1, 3, True),
+    "staleness 3": (1, 4, True),
+}
+
+
+def asynchronous(path: Path, quick: bool, bars: list, data: dict) -> None:
+    """32 ranks with their own clocks, divided between training and rollout, against turns with moves."""
+    recorded, cluster, ranks = read_lengths(path), replace(QWEN, lockstep=False), QWEN.ranks
+    batches = [shuffled(recorded, seed) for seed in range(8 if quick else 20)]
+    few, tokens = batches[:2], int((recorded.prompt + recorded.response).sum())
+    print(
+        f"\n6. {len(recorded.group)} recorded responses a step, 32 ranks with their own clocks, "
+        f"{len(batches)} steps from the first: seconds a step, ranks that roll out + train, % of the bound, "
+        "M tokens prefilled again"
+    )
+    data["async"] = {}
+    for times in (1, 3):
+        training = Training(times * UPDATE_MS, UPDATES, SYNC_MS)
+        update_s = training.step_ms(recorded, ranks) / 1e3
+        movers = [f"ours: earlier lengths + {mover}" for mover in ("KV", "replay")]
+        turns = {  # in the second, both batches are one rollout
+            "taking turns": min(mean(run(name, one, cluster).makespan_s for one in few) for name in movers),
+            "taking turns, twice the batch": run(movers[0], joined(few), cluster).makespan_s / 2,
+        }
+        rows = data["async"][f"updates x {times}"] = {"update_s": update_s}
+        print(f"   updates of {update_s:.0f} s on all ranks")
+        for name, rollout_s in turns.items():
+            rows[name] = rollout_s + update_s + SYNC_MS / 1e3
+            print(f"   {name:<32} {rows[name]:6.0f} s")
+        for name, how in ASYNC.items():
+            tried: dict[int, tuple[float, float, float]] = {}
+
+            def step_s(rollout: int, how=how, training=training, tried=tried) -> float:
+                if rollout not in tried:
+                    mine = replace(cluster, ranks=rollout)
+                    steps = simulate_async(batches, mine, ranks - rollout, training, *how)
+                    taken, count = trained(batches, steps), len(steps.end_s)
+                    seconds = float(steps.end_s[-1])
+                    bound = 100 * async_bound(taken, count, mine, ranks - rollout, training) / seconds
+                    share = (taken.prompt + taken.response).sum() / tokens  # of a step, by tokens
+                    tried[rollout] = seconds / share, bound, steps.recomputed_tokens / count / 1e6
+                return tried[rollout][0]
+
+            best = min(range(8, ranks, 4), key=step_s)
+            for distance in () if quick else (2, 1):
+                best = min((best - distance, best, best + distance), key=step_s)
+            rows[name] = best_s, of_bound, again = tried[best]
+            data["async"][f"updates x {times}"][f"{name}: by ranks that roll out"] = tried
+            print(
+                f"   {name:<32} {best_s:6.0f} s  {best:>2} + {ranks - best:<2} {of_bound:6.1f}% {again:6.1f}"
+            )
+            most = max(bound for _, bound, _ in tried.values())
+            bars.append(
+                bar(f"async, updates x {times}, {name}: of the bound, any split", most, "%", "<= 100")
+            )
+        for name, least in (("staleness 1", 5), ("staleness 2", 15)):
+            gain = 100 * (1 - rows[name][0] / rows["taking turns"])
+            what = f"async, updates x {times}, {name}: shorter than taking turns"
+            bars.append(bar(what, gain, "%", f">= {least}"))
+        loss = 100 * (rows["staleness 0"][0] / rows["taking turns"] - 1)
+        bars.append(
+            bar(f"async, updates x {times}, staleness 0: longer than taking turns", loss, "%", ">= 0")
+        )
+
+
 def draw_figure() -> None:
     """Running requests of each rank over time, one panel per policy."""
     from matplotlib.colors import LogNorm
@@ -668,6 +746,7 @@ def main() -> int:
     compare(models(args.lengths), seeds, bars, data)
     trade_offs(2 if args.quick else 4, data)
     time_planner(bars, data)
+    asynchronous(args.lengths, args.quick, bars, data)
     draw_figure()
     return finish("rollout", bars, quick=args.quick, seconds=time.monotonic() - begun, **data)
 

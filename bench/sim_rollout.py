@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -208,6 +208,7 @@ def _advance(
     fresh,
     pending_ms,
     last_ms,
+    ended_ms,
     cost,
     gears,
     limit,
@@ -327,6 +328,7 @@ def _advance(
                     if born[i] + response[i] == step:
                         done[i] = response[i]
                         state[i] = DONE
+                        ended_ms[i] = clock[r]
                         used[r] -= prompt[i] + done[i]
                     else:
                         running[r, kept] = i
@@ -393,6 +395,7 @@ class Simulation:
         self.pending_ms = np.zeros(ranks)
         self.clock = np.zeros(ranks)
         self.last_ms = np.zeros(ranks)
+        self.ended_ms = np.full(count, np.inf)
         self.totals = np.zeros(3, np.int64)
         self.gear_ms = np.zeros(len(cluster.gears))
         self.moves = self.moved_bytes = 0
@@ -487,6 +490,28 @@ class Simulation:
         self.moved_bytes += int(bytes_[0].sum())
         self.pending_ms += bytes_.max(axis=0) / self.cluster.cost.link_bytes_per_ms
 
+    def send(self, requests: Sequence[int], at_ms: float) -> None:
+        """New requests, each to the server with fewest; one that was idle begins at that time."""
+        held = self.n_running + self.tail - self.head
+        idle = held == 0 if not self.cluster.lockstep else held.sum() == 0
+        self.clock[...] = np.where(idle, np.maximum(self.clock, at_ms), self.clock)
+        for request in requests:
+            rank = int(held.argmin())
+            self._enqueue(request, rank)
+            held[rank] += 1
+
+    def interrupt(self, until_ms: float) -> None:
+        """New weights: what runs or waits goes on at a time, without its KV and the prompts' common one."""
+        for rank in range(self.cluster.ranks):
+            active = self.active(rank)
+            self.head[rank] -= len(active)
+            self.queue[rank, self.head[rank] : self.head[rank] + len(active)] = active
+            self.state[active] = WAITING
+        self.n_running[...] = self.used[...] = self.fresh[...] = 0
+        self.pending_ms[...] = 0.0
+        self.cached[...] = self.seen[...] = False
+        self.clock[...] = np.maximum(self.clock, until_ms)
+
     def advance(self, steps: int, until_ms: float = np.inf, levels: Sequence[int] = ()) -> None:
         """Run for some steps or up to a time; with ``levels``, in lockstep, stop early once moves can help.
 
@@ -521,6 +546,7 @@ class Simulation:
                 self.fresh,
                 self.pending_ms,
                 self.last_ms,
+                self.ended_ms,
                 self._cost,
                 self._gears,
                 self.cluster.max_num_seqs,
@@ -589,6 +615,146 @@ def simulate(
         if levels and not trace:
             simulation.advance(1 << 60, levels=levels)
     return simulation.result(samples)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What follows a rollout, on the ranks that train.
+
+    Attributes:
+        ms_per_token: of all ranks together, for one trained token, prompts included.
+        updates: of a step, each of as many prompts.
+        sync_ms: to send new weights to the rollout, which meanwhile waits.
+    """
+
+    ms_per_token: float
+    updates: int
+    sync_ms: float
+
+    def step_ms(self, batch: Batch, ranks: int) -> float:
+        return self.ms_per_token * float((batch.prompt + batch.response).sum()) / ranks
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of an asynchronous run.
+
+    Attributes:
+        end_s: [S] end of each step, new weights included.
+        trained: [S] lists of prompts.
+        staleness: [S] lists: steps from when a prompt was sent to when it was trained.
+        waited_s: for which the trainer had nothing to do.
+        recomputed_tokens: prefilled, beyond the prompts.
+    """
+
+    end_s: np.ndarray
+    trained: list[list[int]]
+    staleness: list[list[int]]
+    waited_s: float
+    recomputed_tokens: int
+
+
+def simulate_async(
+    batches: Sequence[Batch],
+    cluster: Cluster,
+    training_ranks: int,
+    training: Training,
+    ahead: float,
+    bound: int,
+    partial: bool,
+) -> Steps:
+    """verl's separate_async with strategy `wait`: `cluster` rolls out while `training_ranks` train.
+
+    A step sends a batch of prompts and trains as many, the oldest first, in equal updates. An update waits
+    until enough are answered, and until no prompt is unanswered that was sent `bound` - 1 steps ago.
+
+    Args:
+        batches: of equal size; as many steps are simulated as there are, less those that are ahead.
+        ahead: batches that are sent before the first step.
+        bound: max_off_policy_threshold; staleness is below it.
+        partial: unfinished responses go on after new weights; else a step ends when all are finished.
+    """
+    size, whole = len(batches[0].earlier), joined(batches)
+    each = size // training.updates
+    first = np.unique(whole.group, return_index=True)[1]
+    tokens = np.add.reduceat(whole.prompt + whole.response, first)
+    requests = np.split(np.arange(len(whole.group)), first[1:])
+    simulation = Simulation(whole, cluster, np.full(len(whole.group), -1))
+    sent_at = np.full(len(first), 1 << 30)
+    trained = np.zeros(len(first), bool)
+    now_ms, waited_ms, sent = 0.0, 0.0, 0
+    result = Steps([], [], [], 0.0, 0)
+    look_ms = training.ms_per_token * tokens.min() * each / training_ranks  # no update is shorter
+
+    def send(count: int, step: int) -> None:
+        nonlocal sent
+        for prompt in range(sent, sent + count):
+            sent_at[prompt] = step
+            simulation.send(requests[prompt], now_ms)
+        sent += count
+
+    def ended() -> np.ndarray:
+        return np.maximum.reduceat(simulation.ended_ms, first)
+
+    def run_until(time_of: Callable[[np.ndarray], float]) -> float:
+        """The first time at which what is asked for was there."""
+        until_ms = now_ms
+        while not (found := time_of(ended())) < np.inf:
+            until_ms += look_ms
+            simulation.advance(1 << 60, until_ms)
+        return max(now_ms, found)
+
+    send(round(ahead * size), 1)
+    for step in range(1, len(batches) - int(np.ceil(ahead)) + 1):
+        send(size, step)
+        chosen = []
+        due = sent_at <= step - bound + 1
+        for _ in range(training.updates):
+            start_ms = run_until(
+                lambda ends, due=due: max(np.sort(ends[~trained])[each - 1], ends[due].max(initial=0.0))
+            )
+            ends = ended()
+            there = np.flatnonzero(~trained & (ends <= start_ms))
+            taken = there[np.lexsort((ends[there], sent_at[there]))][:each]
+            trained[taken] = True
+            chosen += taken.tolist()
+            waited_ms += start_ms - now_ms
+            now_ms = start_ms + training.ms_per_token * float(tokens[taken].sum()) / training_ranks
+            simulation.advance(1 << 60, now_ms)
+        if not partial:
+            now_ms = run_until(lambda ends: ends[:sent].max())
+        now_ms += training.sync_ms
+        simulation.interrupt(now_ms)
+        result.end_s.append(now_ms / 1e3)
+        result.trained.append(chosen)
+        result.staleness.append((step - sent_at[chosen]).tolist())
+    prompts = int(whole.prompt[first][:sent].sum())
+    recomputed = max(0, int(simulation.totals[1]) - prompts)
+    return Steps(np.array(result.end_s), result.trained, result.staleness, waited_ms / 1e3, recomputed)
+
+
+def trained(batches: Sequence[Batch], steps: Steps) -> Batch:
+    """What an asynchronous run has trained."""
+    whole = joined(batches)
+    mine = np.isin(whole.group, np.concatenate(steps.trained))
+    return Batch(whole.group[mine], whole.prompt[mine], whole.response[mine], whole.earlier)
+
+
+def async_bound(taken: Batch, count: int, cluster: Cluster, ranks: int, training: Training) -> float:
+    """Seconds that steps with these responses take at least, on ranks for the rollout and others to train."""
+    updates = training.step_ms(taken, ranks) + training.sync_ms * count
+    return max(updates / 1e3, lower_bound(taken, replace(cluster, max_num_seqs=0)))
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """One after the other."""
+    starts = np.cumsum([0, *(len(batch.earlier) for batch in batches)])
+    return Batch(
+        np.concatenate([batch.group + start for batch, start in zip(batches, starts, strict=False)]),
+        np.concatenate([batch.prompt for batch in batches]),
+        np.concatenate([batch.response for batch in batches]),
+        [earlier for batch in batches for earlier in batch.earlier],
+    )
 
 
 def lower_bound(batch: Batch, cluster: Cluster) -> float:

@@ -82,6 +82,9 @@ smoke() {
         trainer.test_freq=-1
         trainer.resume_mode=disable
     )
+    if [ -n "$(setting actor_rollout_ref.rollout.nnodes)" ]; then # as many dies again for the rollout
+        SMOKE_SIZES+=(actor_rollout_ref.rollout.nnodes=1 actor_rollout_ref.rollout.n_gpus_per_node="$SMOKE_DIES")
+    fi
     if [ "${SMOKE_DTYPE:-bfloat16}" = float32 ]; then smoke_float32 "$strategy"; fi
     for argument in "${ARGS[@]}"; do
         case "$argument" in

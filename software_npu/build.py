@@ -29,7 +29,7 @@ UNITS = {
     "device": [
         "memory.cpp", "streams.cpp", "races.cpp", "device.cpp", "graphs.cpp", "fallback.cpp", "aten.cpp",
     ],
-    "python": ["hccl.cpp", "bindings.cpp"],
+    "python": ["hccl.cpp", "hccl_c.cpp", "bindings.cpp"],
 }  # fmt: skip
 DRIVER = "libsoftware_npu_driver.so"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -141,7 +141,8 @@ def compile_into(made: Path, compiler: str) -> None:
     run_all(commands, int(os.environ.get("MAX_JOBS", "2")))
     torch_libraries = [f"-L{libraries}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
     link = [compiler, *FLAGS, "-shared", *map(str, objects), *torch_libraries, *driver]
-    run_all([[*link, f"-Wl,-rpath,{libraries}", "-o", str(made / f"_C{SUFFIX}")]], 1)
+    named = ["-Wl,-soname,libhccl.so", f"-Wl,-rpath,{libraries}"]  # what asks for that library gets this one
+    run_all([[*link, *named, "-o", str(made / f"_C{SUFFIX}")]], 1)
     for unit, built in zip(UNITS, objects, strict=True):
         built.unlink()
         (made / f"{unit}.cpp").unlink()

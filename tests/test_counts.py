@@ -34,7 +34,7 @@ def test_it_writes_only_what_happened_and_where_it_is_asked_to(tmp_path, monkeyp
 
 
 def test_each_count_has_one_place_and_a_switch_that_a_page_names(root):
-    source = "".join(file.read_text() for file in (root / "ascend_rl").glob("*/*.py"))
+    source = "".join(file.read_text() for file in (root / "ascend_rl").rglob("*.py"))
     pages = "".join(file.read_text() for file in (root / "docs").glob("*.md"))
     for name, (what, switch) in COUNTED.items():
         assert len(re.findall(rf'count\(.*"{name}"', source)) == 1 + (name == "gc_within"), name

@@ -23,10 +23,11 @@ from omegaconf import OmegaConf
 from ascend_rl.lint.dry_run import environment_script
 from ascend_rl.lint.lint import lint
 from ascend_rl.lint.tuning import table
+from ascend_rl.settings import stack
 from verl.utils.config import omega_conf_to_dataclass
 
 INTERNAL = Path(__file__).resolve().parent.parent / "internal"
-NAMES = sorted(p.stem.removeprefix("train_") for p in INTERNAL.glob("train_*.sh") if "tiny" not in p.stem)
+NAMES = [path.stem.removeprefix("train_") for path in stack.recipes() if "tiny" not in path.stem]
 # layers, attention heads, query groups, experts
 MODELS = {"235b": (94, 64, 4, 128), "30b": (48, 32, 4, 128), "32b": (64, 64, 8, 0), "3b": (36, 16, 2, 0)}
 TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ascend_rl.recipe import rehearsal
+from ascend_rl.settings.metrics import FRESH
 
 RECIPE, ENVIRONMENT = "internal/train_grpo_qwen3_235b_128die_true_weight.sh", "internal/qwen3_235b_env.sh"
 NONE = {"graphs": {}, "calls": {}, "collectives": {}, "woken": 0, "peak_bytes": {}, "die_peak_bytes": {}}
@@ -69,6 +70,11 @@ def test_the_report_says_what_was_replaced_and_what_never_ran(root, tmp_path, co
 STEP = {"training/rollout_probs_diff_max": 2e-6}
 WEIGHTS = {"rollout_corr/rollout_is_max": 1 + 2e-6, "rollout_corr/rollout_is_min": 1 - 4e-5}
 RESPONSES = {"rollout_corr/log_ppl_diff_max": 1e-6, "rollout_corr/log_ppl_diff_min": -3e-6}
+FRESH_STEP = STEP | WEIGHTS | {FRESH: 2e-6}
+STALE_STEP = {
+    "training/rollout_probs_diff_max": 3e-3,
+    "rollout_corr/rollout_is_max": 1.1,
+}  # no fresh response
 FLOAT32 = {"dtype": "float32", "top_k": -1, "top_p": 1.0, "temperature": 0.9}
 
 
@@ -82,6 +88,9 @@ FLOAT32 = {"dtype": "float32", "top_k": -1, "top_p": 1.0, "temperature": 0.9}
         ([STEP], FLOAT32 | {"dtype": "bfloat16"}, "probability", 2e-6, None),
         ([STEP], FLOAT32 | {"top_k": 50}, "probability", 2e-6, None),
         ([STEP], FLOAT32 | {"top_p": 0.9}, "probability", 2e-6, None),
+        ([FRESH_STEP, STALE_STEP], FLOAT32, "probability", 2e-6, True),
+        ([FRESH_STEP, STALE_STEP], FLOAT32, "of stale ones", 3e-3, True),
+        ([FRESH_STEP | {FRESH: 3e-5}, STALE_STEP], FLOAT32, "probability", 3e-5, False),
     ],
 )
 def test_in_float32_the_worst_token_of_all_steps_is_within_the_bar(rows, rollout, what, largest, met):
@@ -128,6 +137,8 @@ def test_the_layout_is_that_of_the_run():
     assert rehearsal.layout(config) == "8 dies: megatron TP2 EP2; 2 x TP2 DP2 EP4"
     actor.update(strategy="fsdp2", ulysses_sequence_parallel_size=2)
     assert rehearsal.layout(config) == "8 dies: fsdp2 SP2; 2 x TP2 DP2 EP4"
+    rollout.update(nnodes=1, n_gpus_per_node=4)
+    assert rehearsal.layout(config) == "8 + 4 dies: fsdp2 SP2; 1 x TP2 DP2 EP4"
 
 
 def test_without_records_there_are_no_counts():

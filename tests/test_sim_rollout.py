@@ -19,12 +19,16 @@ from sim_rollout import (
     Cluster,
     Cost,
     Simulation,
+    Training,
+    async_bound,
     draw_bimodal,
     draw_equal,
     draw_lengths,
     lower_bound,
     read_lengths,
     simulate,
+    simulate_async,
+    trained,
 )
 
 COST = Cost(base_ms=10.0, gear_ms=0.5, batch_ms=0.25, context_ms=3.0, padded_ms=2.0, prefill_ms=0.125,
@@ -271,3 +275,68 @@ def test_every_policy_of_the_benchmark_ends_with_all_tokens(root: Path):
             limits = bench.fewer_at_a_time(batch, cluster) if bench.FEWER in name else cluster
             assert result.makespan_s >= lower_bound(batch, limits), name
     assert floor["LPT, oracle", True] < floor["adjacent", True]
+
+
+@settings(max_examples=60)
+@given(rollouts(), st.integers(1, 3), st.booleans())
+def test_with_staleness_0_a_step_is_a_rollout_and_its_training(rollout, count, partial):
+    """Rollout, update and new weights one after the other, by the step-by-step simulation."""
+    batch = split_evenly(rollout[0])
+    training = Training(ms_per_token=1.5, updates=1, sync_ms=7.0)
+    cluster = replace(CLUSTER, kv_capacity_tokens=1000)
+    steps = simulate_async([batch] * count, cluster, 2, training, 0, 1, partial)
+    turns = [i % cluster.ranks for i in range(len(batch.group))]  # to the server with fewest
+    once = step_by_step(batch, cluster, turns)["end"] + training.step_ms(batch, 2) + training.sync_ms
+    assert steps.end_s * 1e3 == pytest.approx(once * np.arange(1, count + 1), rel=2e-3)
+    assert steps.staleness == [[0] * len(batch.earlier)] * count and steps.waited_s > 0
+
+
+def split_evenly(batch: Batch) -> Batch:
+    """The groups of a batch, without those that have no request, and in order."""
+    order = np.argsort(batch.group, kind="stable")
+    present, group = np.unique(batch.group[order], return_inverse=True)
+    return Batch(group, batch.prompt[order], batch.response[order], [[] for _ in present])
+
+
+@settings(max_examples=60)
+@given(
+    rollouts(),
+    st.sampled_from([0, 0.5, 1]),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_asynchronous_steps_train_each_prompt_once_in_time_and_not_too_fast(
+    rollout, ahead, more, partial, lockstep, seed
+):
+    """Staleness stays below its bound; neither training nor rollout does more than its ranks can."""
+    one = split_evenly(rollout[0])
+    rng = np.random.default_rng(seed)
+    batches = [replace(one, response=rng.permutation(one.response)) for _ in range(5)]
+    cluster = replace(CLUSTER, ranks=2, kv_capacity_tokens=1000, lockstep=lockstep)
+    training = Training(0.5, 1, 7.0)
+    bound = int(np.ceil(ahead)) + more
+    steps = simulate_async(batches, cluster, 1, training, ahead, bound, partial)
+    prompts = np.concatenate(steps.trained)
+    assert len(prompts) == len(set(prompts)) == len(one.earlier) * (5 - int(np.ceil(ahead)))
+    assert all(0 <= age < bound for ages in steps.staleness for age in ages)
+    taken = trained(batches, steps)
+    assert len(set(taken.group)) == len(prompts)
+    assert steps.end_s[-1] >= async_bound(taken, len(steps.end_s), cluster, 1, training) * (1 - 1e-9)
+    assert (np.diff(steps.end_s) > 0).all()
+
+
+def test_what_new_weights_cost_a_request_that_is_unfinished():
+    """One server, updates of 30 ms: the second prompt goes on after them, with its tokens prefilled again."""
+    cost = Cost(10.0, 0.0, 0.0, 0.0, 0.0, 0.125, 100, 50.0, 1.0)
+    cluster = Cluster(cost, ranks=1, gears=(4,), max_num_seqs=4, kv_capacity_tokens=1000)
+    batches = [batch_of([2], [4], [0]), batch_of([20], [4], [0]), batch_of([2], [4], [0])]
+    training = Training(5.0, 1, 7.0)
+    whole, partial = (simulate_async(batches, cluster, 1, training, 1, 2, each) for each in (False, True))
+    # Two prompts of 4 tokens; the first is trained from 21 ms on, and new weights are there at 58 ms.
+    assert partial.end_s[0] * 1e3 == pytest.approx(1 + 20 + 6 * 5 + 7)
+    assert whole.end_s[0] * 1e3 == pytest.approx(1 + 200 + 7)
+    # The step under way ends at 61 ms; the other request then has 4 + 6 tokens, and a third one comes along.
+    assert whole.recomputed_tokens == 0 and partial.recomputed_tokens == 10
+    assert partial.end_s[1] * 1e3 == pytest.approx(61 + (4 + 10) * 0.125 + 14 * 10 + 24 * 5 + 7)

@@ -22,6 +22,7 @@ from ascend_rl.estimate.layouts import Training
 from ascend_rl.estimate.rollout_time import Decoder, Engines
 from ascend_rl.lint.dry_run import environment_script
 from ascend_rl.recipe import step_time
+from ascend_rl.settings import stack
 from ascend_rl.settings.model import Model
 from ascend_rl.settings.switch import CannotWork
 
@@ -239,7 +240,7 @@ def test_what_a_script_does_not_read_is_not_recommended(capsys, monkeypatch, tmp
     assert {"ROLLOUT_DISABLE_GC=1 CORE_BINDING=1", "USE_HDP=1"} <= saves  # processes of the run read these
 
 
-RECIPES = sorted(path.stem[6:] for path in (ROOT / "internal").glob("train_*_*die_*.sh"))
+RECIPES = [path.stem[6:] for path in stack.recipes() if "die_" in path.stem]
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if "64die" not in name and "2_5" not in name])

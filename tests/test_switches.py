@@ -21,11 +21,12 @@ from ascend_rl.lint.dry_run import Run, dry_run, environment_script
 from ascend_rl.lint.setup import RULES, Setup
 from ascend_rl.lint.verl_config import Resolved, resolve
 from ascend_rl.recipe import step_time
+from ascend_rl.settings import stack
 from ascend_rl.settings.switch import OFF
 from ascend_rl.settings.switches import TAKEN, table
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = sorted((ROOT / "internal").glob("train_*.sh"))
+RECIPES = stack.recipes()
 # Of the launcher, the rehearsal, the build and the machine: no recipe reads them.
 LAUNCHER = {*launch_plan.SETTINGS} | set(
     """ASCEND_RL_PROGRESS DRY_RUN WARM_START SMOKE_DTYPE NPU_SERIES MASTER_ADDR MASTER_PORT NODES NNODES

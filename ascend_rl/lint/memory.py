@@ -91,7 +91,7 @@ def plan_of(s: Setup) -> memory_plan.Plan | None:
         return None
     training = _megatron(s, bool(model.experts)) if s.megatron else _fsdp(s) if s.fsdp else None
     rollout = layouts.Rollout(
-        dies=s.dies,
+        dies=s.rollout_dies,
         tp=s.rollout_tp,
         ep=s.number(f"{ROLLOUT}.expert_parallel_size"),
         max_model_len=s.number(f"{ROLLOUT}.max_model_len", model.positions or s.sequence),
@@ -102,6 +102,10 @@ def plan_of(s: Setup) -> memory_plan.Plan | None:
         graph_sizes=captured_sizes(s),
     )
     try:
+        if s.apart:
+            trains, rolls = memory_plan.plan(model, training), memory_plan.plan(model, None, rollout)
+            fits = trains.fits and rolls.fits
+            return memory_plan.Plan(model, trains.training, rolls.rollout, 0, fits)
         return memory_plan.plan(model, training, rollout)
     except CannotWork:
         return None

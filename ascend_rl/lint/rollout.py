@@ -57,7 +57,7 @@ def batched_tokens(s):
 
 def _load(s: Setup) -> tuple[int, int]:
     """The engines of the rollout, and the requests of a step."""
-    servers = s.dies // (s.rollout_tp * s.rollout_dp)
+    servers = s.rollout_dies // (s.rollout_tp * s.rollout_dp)
     engines = servers * (s.rollout_dp if s.number(f"{ROLLOUT}.expert_parallel_size") > 1 else 1)
     return engines, s.number("data.train_batch_size") * s.number(f"{ROLLOUT}.n")
 

@@ -146,6 +146,16 @@ class Setup:
     def dies(self) -> int:
         return self.size("trainer.nnodes") * self.size("trainer.n_gpus_per_node")
 
+    @property
+    def apart(self) -> bool:
+        """Whether the rollout has dies of its own (docs/async.md)."""
+        return self.number(f"{ROLLOUT}.nnodes", 0) > 0
+
+    @property
+    def rollout_dies(self) -> int:
+        own = self.number(f"{ROLLOUT}.nnodes") * self.size(f"{ROLLOUT}.n_gpus_per_node")
+        return own if self.apart else self.dies
+
     @cached_property
     def tp(self) -> int:
         return self.size(f"{MEGATRON}.tensor_model_parallel_size")

@@ -162,10 +162,10 @@ def parallel_layers(s):
 )
 def rollout_world(s):
     size = s.rollout_tp * s.rollout_dp
-    if s.dies % size:
+    if s.rollout_dies % size:
         yield (
             f"{ROLLOUT}.tensor_model_parallel_size",
-            f"TP {s.rollout_tp} x DP {s.rollout_dp} = {size}, and there are {s.dies} dies",
+            f"TP {s.rollout_tp} x DP {s.rollout_dp} = {size}, and there are {s.rollout_dies} dies",
         )
 
 
@@ -248,7 +248,10 @@ def rollout_pp(s):
 def vllm_dp(s):
     size = s.variable("VLLM_DP_SIZE", 1)
     if size > 1 and size != s.rollout_dp:
-        yield "$VLLM_DP_SIZE", f"{size}, data_parallel_size {s.rollout_dp}, {s.dies} dies / TP {s.rollout_tp}"
+        yield (
+            "$VLLM_DP_SIZE",
+            f"{size}, data_parallel_size {s.rollout_dp}, {s.rollout_dies} dies / TP {s.rollout_tp}",
+        )
 
 
 @rule(
@@ -261,10 +264,15 @@ def vllm_dp(s):
 )
 def rollout_servers(s):
     size = s.rollout_tp * s.rollout_dp
-    engines = s.dies // size * (s.rollout_dp if s.number(f"{ROLLOUT}.expert_parallel_size") > 1 else 1)
+    engines = (
+        s.rollout_dies // size * (s.rollout_dp if s.number(f"{ROLLOUT}.expert_parallel_size") > 1 else 1)
+    )
     for switch in ("rollout_rebalance.enable", "data_rebalance"):
         if s.get(f"{ROLLOUT}.{switch}") and engines <= 1:
-            yield f"{ROLLOUT}.{switch}", f"one engine: TP {s.rollout_tp} x DP {s.rollout_dp}, {s.dies} dies"
+            yield (
+                f"{ROLLOUT}.{switch}",
+                f"one engine: TP {s.rollout_tp} x DP {s.rollout_dp}, {s.rollout_dies} dies",
+            )
 
 
 @rule(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import ascend_rl.lint.lint  # noqa: F401  (it fills RULES)
 from ascend_rl.lint.dry_run import Run, dry_run, environment_script
@@ -41,9 +40,8 @@ def fate(run: Run, resolved: Resolved, switch: Switch) -> str:
 
 def matrix() -> dict[str, dict[str, str]]:
     """{variable: {recipe: its fate}}: each recipe started once, dry."""
-    internal = Path(__file__).resolve().parents[2] / "internal"
     found: dict[str, dict[str, str]] = {switch.variable: {} for switch in table() if switch.variable}
-    for recipe in sorted(internal.glob("train_*.sh")):
+    for recipe in stack.recipes():
         env = {"PATH": os.environ["PATH"]} | ({"NPUS_PER_NODE": "2"} if "_tiny_" in recipe.stem else {})
         run = dry_run(recipe, environment_script(recipe), environ=env)
         resolved = resolve(run.module, run.args)

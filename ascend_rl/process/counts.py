@@ -28,6 +28,7 @@ COUNTED = {
     "hdp_alone": ("micro-batches of a rank alone", "USE_HDP=1"),
     "gc_between": ("garbage collections between steps", "ROLLOUT_DISABLE_GC=1"),
     "gc_within": ("garbage collections within steps", "ROLLOUT_DISABLE_GC=0"),
+    "async": ("responses that ended while the trainer computed", "trainer_mode=separate_async"),
     "scheduled_ahead": ("steps scheduled while the one before ran", "async_scheduling=True"),
 }
 

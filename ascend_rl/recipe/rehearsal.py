@@ -31,7 +31,7 @@ from ascend_rl.lint.setup import ROLLOUT, VLLM, Setup
 from ascend_rl.lint.verl_config import Resolved
 from ascend_rl.process.counts import COUNTED, counted
 from ascend_rl.recipe.report_figures import read_metrics
-from ascend_rl.settings.metrics import GAP_MAX
+from ascend_rl.settings.metrics import FRESH, GAP_MAX
 from ascend_rl.settings.numbers import whole
 
 # What counts as a sign of a feature: (what it is, where it is counted, names).
@@ -66,6 +66,7 @@ METRICS = (
     "hdp/",
     "timing_s/data_rebalance/",
     "timing_s/rollout_rebalance/",
+    "training/off_policy/",
     "training/rollout_probs_diff_",
 )
 CORRECTION = "rollout_corr/"
@@ -123,20 +124,24 @@ def gap(rows: list[dict], rollout: dict) -> dict:
     Returns:
         "probability", and "log_prob" where importance weights tell it, of a token; where the trainer computes
         no old log-probs, "mean_log_prob" of a response. "met": whether all are within the bar, or None,
-        and "why" they are not compared with it.
+        and "why" they are not compared with it. Of an asynchronous run, "probability" is of responses that
+        the newest weights generated, and "of stale ones" that of all, which no bar holds.
     """
 
     def largest(*keys: str, of=abs) -> float | None:
         return max((of(row[key]) for row in rows for key in keys if row.get(key) is not None), default=None)
 
+    asynchronous = any(FRESH in row for row in rows)
     found = {
-        "probability": largest(GAP_MAX),
+        "probability": largest(FRESH if asynchronous else GAP_MAX),
         "log_prob": largest(
             f"{CORRECTION}rollout_is_max",
             f"{CORRECTION}rollout_is_min",
             of=lambda w: abs(math.log(w or 1e-45)),
         ),
     }
+    if asynchronous:
+        del found["log_prob"]
     if found["probability"] is None:
         found["mean_log_prob"] = largest(f"{CORRECTION}log_ppl_diff_max", f"{CORRECTION}log_ppl_diff_min")
     found = {what: value for what, value in found.items() if value is not None}
@@ -151,7 +156,8 @@ def gap(rows: list[dict], rollout: dict) -> dict:
     elif cut:
         why = f"{' and '.join(cut)}: the rollout's probabilities are of the tokens left, the trainer's of all"
     met = None if why else max(found.values()) <= GAP_BAR
-    return found | {"bar": GAP_BAR, "met": met, "why": why}
+    stale = {"of stale ones": largest(GAP_MAX)} if asynchronous else {}
+    return found | stale | {"bar": GAP_BAR, "met": met, "why": why}
 
 
 def planned(config: dict) -> dict[str, float]:
@@ -274,7 +280,8 @@ ROLLED_OUT = {"tensor_model_parallel_size": "TP", "data_parallel_size": "DP", "e
 def layout(config: dict) -> str:
     """The dies, and the parallel sizes above 1 of training and of rollout."""
     actor, rollout = (config["actor_rollout_ref"][of] for of in ("actor", "rollout"))
-    dies, strategy = config["trainer"]["n_gpus_per_node"], actor["strategy"]
+    trainer, strategy, apart = config["trainer"], actor["strategy"], bool(rollout.get("nnodes"))
+    dies = (rollout if apart else trainer)["n_gpus_per_node"]
     servers = dies // (rollout["tensor_model_parallel_size"] * rollout["data_parallel_size"])
 
     def above_1(sizes: dict, names: dict[str, str]) -> list[str]:
@@ -282,7 +289,8 @@ def layout(config: dict) -> str:
 
     trained = [strategy, *above_1(actor["megatron"] if strategy == "megatron" else actor, TRAINED)]
     rolled_out = [f"{servers} x", *above_1(rollout, ROLLED_OUT)]
-    return f"{dies} dies: {' '.join(trained)}; {' '.join(rolled_out)}"
+    where = f"{trainer['n_gpus_per_node']} + {dies}" if apart else dies
+    return f"{where} dies: {' '.join(trained)}; {' '.join(rolled_out)}"
 
 
 def markdown(reports: list[dict]) -> str:

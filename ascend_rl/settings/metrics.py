@@ -33,6 +33,8 @@ GAP_MEAN, LOG_GAP, GAP_MAX = (
     "rollout_corr/log_ppl_abs_diff",
     "training/rollout_probs_diff_max",
 )
+# Of responses that the newest weights of the rollout have generated (docs/async.md).
+FRESH = "training/off_policy/fresh_probs_diff_max"
 ENTROPY, KL = "actor/entropy", "actor/ppo_kl"
 # Of the engines (ascend_rl/rollout/engine_stats.py).
 USAGE, PREEMPTED = "rollout/kv_cache_usage/max", "rollout/num_preempted"

@@ -14,10 +14,6 @@ namespace {
 
 std::mutex counts_lock;
 std::map<std::string, int64_t> counts;
-void count(const char* what) {
-  std::lock_guard<std::mutex> guard(counts_lock);
-  ++counts[what];
-}
 
 // The host's view of what is sent or received.
 at::Tensor host(const at::Tensor& tensor) {
@@ -88,6 +84,11 @@ Work averaged(const Options& options, const Tensors& results, int size,
 
 }  // namespace
 
+void count_collective(const char* what) {
+  std::lock_guard<std::mutex> guard(counts_lock);
+  ++counts[what];
+}
+
 std::map<std::string, int64_t> collective_counts() {
   std::lock_guard<std::mutex> guard(counts_lock);
   return counts;
@@ -98,12 +99,12 @@ ProcessGroupHCCL::ProcessGroupHCCL(c10::intrusive_ptr<c10d::Backend> gloo, int r
 
 Work ProcessGroupHCCL::submit(const char* what, int device, std::function<Work()> start) {
   Graph* graph = capture_of(device);
-  count(what);
+  count_collective(what);
   Work work = start();
   if (graph) {
     work->wait();
     graph->add_action(what, [what, start] {
-      count(what);
+      count_collective(what);
       start()->wait();
     });
   }

@@ -18,6 +18,7 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 
 // Calls of this process by name, those of replayed graphs too.
 std::map<std::string, int64_t> collective_counts();
+void count_collective(const char* what);
 
 class ProcessGroupHCCL final : public c10d::Backend {
  public:

@@ -12,6 +12,7 @@ GONE+="|+$OVERRIDE.pipeline_num_transformer_layers"
 # verl keeps this dictionary for others.
 CUSTOM=+actor_rollout_ref.rollout.custom
 MANAGER=ascend_rl.glue.cann9_1.rollout_manager.RolloutManager
+ASYNC_MANAGER=ascend_rl.glue.cann9_1.async_trainer.AsyncManager
 
 
 # verl 0.9.1 loads Hugging Face weights through mbridge, which does not know the layout of experts that the alltoall overlap
@@ -52,6 +53,7 @@ stack() {
         die "STACK=$STACK does not have this recipe: verl 0.9.1 always loads weights; use the one with true weights"
     if [ "$(setting "$OVERRIDE.moe_zero_memory")" = level1 ]; then recompute_layers; fi # instead
     translate "${ARGS[@]}"
+    if [ "$(setting trainer.v1.trainer_mode)" = separate_async ]; then MANAGER="$ASYNC_MANAGER"; fi
     ARGS=("${kept[@]}" "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=$MANAGER")
     translate "${OVERRIDES[@]}"
     OVERRIDES=("${kept[@]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 
 import pytest
@@ -46,6 +47,34 @@ def test_reductions(rank):
         dist.all_reduce(x)
         dist.all_reduce(y)
     assert torch.equal(x.cpu(), a + b) and torch.equal(y.cpu(), (a + b)[:2])
+
+
+@on_npu(ranks=2)
+def test_functions_for_c(rank):
+    """libhccl.so, as vllm-ascend's PyHcclCommunicator opens it: group, reductions, broadcast, errors."""
+    library = ctypes.CDLL("libhccl.so")
+    library.HcclGetErrorString.restype = ctypes.c_char_p
+    info, group = ctypes.create_string_buffer(4108), ctypes.c_void_p()
+    assert rank or library.HcclGetRootInfo(info) == 0
+    given = [info.raw]
+    dist.broadcast_object_list(given, 0)
+    assert library.HcclCommInitRootInfo(2, given[0], rank, ctypes.byref(group)) == 0
+    a, b = mine(0, 4).cpu(), mine(1, 4).cpu()
+    for op, wanted in ((0, a + b), (1, a * b), (2, b), (3, a)):  # sum, product, largest, smallest
+        x, y = mine(rank, 4), torch.empty(4, device="npu")
+        count, to = ctypes.c_uint64(4), ctypes.c_void_p(y.data_ptr())
+        assert library.HcclAllReduce(ctypes.c_void_p(x.data_ptr()), to, count, 4, op, group, None) == 0
+        assert torch.equal(y.cpu(), wanted) and torch.equal(x.cpu(), (a, b)[rank])
+    for dtype, number in ((torch.uint8, 7), (torch.bfloat16, 11), (torch.int64, 5)):
+        x = mine(rank, 4, dtype=dtype)
+        assert (
+            library.HcclBroadcast(ctypes.c_void_p(x.data_ptr()), ctypes.c_uint64(4), number, 1, group, None)
+            == 0
+        )
+        assert x.tolist() == [20, 21, 22, 23]
+    assert library.HcclBroadcast(ctypes.c_void_p(x.data_ptr()), ctypes.c_uint64(4), 12, 1, group, None)
+    assert b"no data type 12" in library.HcclGetErrorString(1)
+    assert library.HcclCommDestroy(group) == 0
 
 
 @on_npu(ranks=2)

@@ -11,16 +11,18 @@ from typing import Any
 from ascend_rl.settings.switch import switched_on
 
 MANAGER = "ascend_rl.glue.cann9_1.rollout_manager.RolloutManager"
+ASYNC_MANAGER = "ascend_rl.glue.cann9_1.async_trainer.AsyncManager"  # of trainer mode separate_async
 
 
-def ours(rollout: Any) -> bool:
+def ours(rollout: Any, manager: str = MANAGER) -> bool:
     """Whether a run has this project's rollout manager (``rollout.agent.agent_loop_manager_class``)."""
-    return rollout.agent.get("agent_loop_manager_class") == MANAGER
+    return rollout.agent.get("agent_loop_manager_class") == manager
 
 
 def options(rollout: Any) -> Mapping[str, Any]:
     """The settings of verl's rollout configuration, defaults included."""
-    defaults = {"data_rebalance": False, "use_tqdm": False, "compute_old_log_prob": True}
+    off = {"data_rebalance": False, "use_tqdm": False}
+    defaults = off | {"compute_old_log_prob": True, "partial_rollout": True}
     given = dict(rollout.get("custom") or {})
     moves = {"enable": switched_on("ROLLOUT_REBALANCE_ENABLE")} | dict(given.get("rollout_rebalance") or {})
     return defaults | given | {"rollout_rebalance": moves}

@@ -1,4 +1,4 @@
-"""verl's synchronous V1 trainer with this project's rollout manager and checkpoints that survive a kill."""
+"""verl's V1 trainers with checkpoints that survive a kill; the synchronous one with our rollout manager."""
 
 from __future__ import annotations
 
@@ -18,9 +18,61 @@ from ascend_rl.weights import checkpoints
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 
-class Trainer(PPOTrainerSync):
+class Checkpoints:
+    """Of a trainer of verl's."""
+
     resumed: str | None = None  # the checkpoint that this run continues from
 
+    def save_more(self, directory: Path) -> None:
+        """Save what else belongs to a checkpoint."""
+
+    def _save_checkpoint(self) -> None:
+        """verl writes in place, and its workers delete earlier checkpoints: here it writes aside, and all."""
+        trainer, callback = self.config.trainer, self.checkpoint_callback
+        if self.config.actor_rollout_ref.actor.checkpoint.get("async_save"):
+            return super()._save_checkpoint()  # its workers end it later
+        root, keep = trainer.default_local_dir, trainer.get("max_actor_ckpt_to_keep")
+        partial = Path(checkpoints.begin(root, self.global_steps))
+        other = dict.fromkeys(["max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"])
+        other["default_local_dir"] = str(partial)
+        before = {key: trainer.get(key) for key in other}
+        self.checkpoint_callback = SimpleNamespace(on_save=lambda **_: None)
+        try:
+            trainer.update(other)
+            super()._save_checkpoint()
+        finally:
+            trainer.update(before)
+            self.checkpoint_callback = callback
+        written = partial / f"global_step_{self.global_steps}"
+        for path in written.iterdir():
+            path.rename(partial / path.name)
+        written.rmdir()
+        (partial / checkpoints.TRACKER).unlink()
+        self.save_more(partial)
+        checkpoints.commit(str(partial), keep)
+        callback.on_save(
+            trainer=self,
+            global_step=self.global_steps,
+            checkpoint_dir=os.path.join(root, f"global_step_{self.global_steps}"),
+            async_save=False,
+        )
+
+    def _load_checkpoint(self) -> None:
+        trainer = self.config.trainer
+        if trainer.resume_mode == "auto":
+            self.resumed = checkpoints.latest(trainer.default_local_dir)
+            with open_dict(trainer):
+                trainer.resume_mode = "resume_path" if self.resumed else "disable"
+                trainer.resume_from_path = self.resumed
+        elif trainer.resume_mode == "resume_path":
+            self.resumed = trainer.resume_from_path
+        if self.resumed:
+            ranks = trainer.nnodes * trainer.n_gpus_per_node
+            checkpoints.check_engine(self.resumed, self.config.actor_rollout_ref.actor.strategy, ranks)
+        super()._load_checkpoint()
+
+
+class Trainer(Checkpoints, PPOTrainerSync):
     def __init__(self, config: Any):
         self.old_log_probs = options(config.actor_rollout_ref.rollout)["compute_old_log_prob"]
         if not self.old_log_probs:
@@ -86,53 +138,9 @@ class Trainer(PPOTrainerSync):
             metrics[name.removeprefix("actor/")] = metrics.pop(name)
         return batch
 
-    # Checkpoints.
-
-    def _save_checkpoint(self) -> None:
-        """verl writes in place, and its workers delete earlier checkpoints: here it writes aside, and all."""
-        trainer, callback = self.config.trainer, self.checkpoint_callback
-        if self.config.actor_rollout_ref.actor.checkpoint.get("async_save"):
-            return super()._save_checkpoint()  # its workers end it later
-        root, keep = trainer.default_local_dir, trainer.get("max_actor_ckpt_to_keep")
-        partial = Path(checkpoints.begin(root, self.global_steps))
-        other = dict.fromkeys(["max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"])
-        other["default_local_dir"] = str(partial)
-        before = {key: trainer.get(key) for key in other}
-        self.checkpoint_callback = SimpleNamespace(on_save=lambda **_: None)
-        try:
-            trainer.update(other)
-            super()._save_checkpoint()
-        finally:
-            trainer.update(before)
-            self.checkpoint_callback = callback
-        written = partial / f"global_step_{self.global_steps}"
-        for path in written.iterdir():
-            path.rename(partial / path.name)
-        written.rmdir()
-        (partial / checkpoints.TRACKER).unlink()
+    def save_more(self, directory: Path) -> None:
         if self.agent_loop_manager.memory:
-            self.agent_loop_manager.memory.save(partial)
-        checkpoints.commit(str(partial), keep)
-        callback.on_save(
-            trainer=self,
-            global_step=self.global_steps,
-            checkpoint_dir=os.path.join(root, f"global_step_{self.global_steps}"),
-            async_save=False,
-        )
-
-    def _load_checkpoint(self) -> None:
-        trainer = self.config.trainer
-        if trainer.resume_mode == "auto":
-            self.resumed = checkpoints.latest(trainer.default_local_dir)
-            with open_dict(trainer):
-                trainer.resume_mode = "resume_path" if self.resumed else "disable"
-                trainer.resume_from_path = self.resumed
-        elif trainer.resume_mode == "resume_path":
-            self.resumed = trainer.resume_from_path
-        if self.resumed:
-            ranks = trainer.nnodes * trainer.n_gpus_per_node
-            checkpoints.check_engine(self.resumed, self.config.actor_rollout_ref.actor.strategy, ranks)
-        super()._load_checkpoint()
+            self.agent_loop_manager.memory.save(directory)
 
 
 def choose(config: Any) -> PPOTrainerSync:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from types import ModuleType
 from typing import Any
 
 from ascend_rl.glue.cann9_1.hooks import Hooks, first, or_stop, version_is
+from ascend_rl.glue.cann9_1.options import ASYNC_MANAGER, ours
 
 hooks = Hooks()
 
@@ -92,6 +94,44 @@ def choose_the_trainer(module: ModuleType) -> None:
         return trainer.choose(config)
 
     TRAINER_REGISTRY["sync"] = choose
+
+
+@hooks.after("verl.trainer.ppo.v1.trainer_separate_async")
+def choose_the_async_trainer(module: ModuleType) -> None:
+    """And have its logger take `flush`, which verl gives it and only print() knows."""
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    class Logger(logging.LoggerAdapter):
+        def process(self, message, given):
+            given.pop("flush", None)
+            return message, given
+
+    def choose(config: Any) -> Any:
+        if not ours(config.actor_rollout_ref.rollout, ASYNC_MANAGER):
+            return module.PPOTrainerSeparateAsync(config)
+        from ascend_rl.glue.cann9_1.async_trainer import AsyncTrainer
+
+        return AsyncTrainer(config)
+
+    module.logger = Logger(module.logger, {})
+    TRAINER_REGISTRY["separate_async"] = choose
+
+
+@hooks.after("verl.checkpoint_engine.hccl_checkpoint_engine")
+def refuse_without_hccl(module: ModuleType) -> None:
+    """Where libhccl.so is not found, vllm-ascend's communicator does nothing: all weights would be zeros."""
+    connect = module.stateless_init_process_group
+
+    def stateless_init_process_group(*args: Any) -> Any:
+        group = connect(*args)
+        if group.disabled:
+            raise RuntimeError(
+                "libhccl.so cannot be loaded, so no weights would reach the rollout: set HCCL_SO_PATH to it, "
+                "or source CANN's set_env.sh"
+            )
+        return group
+
+    module.stateless_init_process_group = stateless_init_process_group
 
 
 @hooks.after("verl.workers.rollout.vllm_rollout.vllm_rollout")

@@ -1,0 +1,272 @@
+"""Training and rollout on different dies at the same time: what is refused, and rehearsals of the recipes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from wheels import sites, wheels_file
+
+from ascend_rl.glue.cann9_1.options import ASYNC_MANAGER, options
+from ascend_rl.process.counts import VARIABLE, counted
+from ascend_rl.process.ports import free_port
+from ascend_rl.rollout.separate_async import check
+from ascend_rl.settings import stack
+from ascend_rl.settings.metrics import FRESH, GAP_MAX
+from ascend_rl.settings.switch import CannotWork
+
+SEATS = "actor_rollout_ref.rollout.max_num_seqs=2", "actor_rollout_ref.rollout.cudagraph_capture_sizes=[2]"
+RECIPES = {  # name: (environment, overrides); with two seats, responses are unfinished when new weights come
+    "gspo_qwen3_32b_64die_true_weight_async": ("qwen3_32b", SEATS),
+    "gspo_qwen3_30b_a3b_32die_true_weight_async": ("qwen3_30b_a3b", ()),
+}
+CASES = [*RECIPES] if os.environ.get("ALL_RECIPES") == "1" else [*RECIPES][:1]
+V1, CUSTOM = "trainer.v1", "+actor_rollout_ref.rollout.custom"
+REFUSED = {
+    f"{V1}.sampler.max_off_policy_threshold=1": "num_warmup_batches=1 batches ahead: use at least 1 + 1",
+    f"{V1}.separate_async.num_warmup_batches=1.5": "use 1, or the strategy drop",
+    f"{CUSTOM}.data_rebalance=True": "data_rebalance=True places",
+    f"{CUSTOM}.rollout_rebalance.enable=True": "set ROLLOUT_REBALANCE_ENABLE=0",
+    f"{CUSTOM}.compute_old_log_prob=False": "compute_old_log_prob=False takes all",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=True": "would be those weights themselves",
+}
+
+
+def configured(*overrides: str):
+    wait = [f"{V1}.sampler.max_off_policy_strategy=wait", f"{V1}.sampler.max_off_policy_threshold=3"]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", [*wait, *overrides])
+
+
+@pytest.mark.parametrize("given", [None, *REFUSED], ids=lambda text: str(text).rpartition(".")[2])
+def test_what_would_be_ignored_or_wrong_is_refused(given):
+    config = configured(*filter(None, [given]))
+    if given is None:
+        return check(config, options(config.actor_rollout_ref.rollout))
+    with pytest.raises(CannotWork) as refusal:
+        check(config, options(config.actor_rollout_ref.rollout))
+    assert REFUSED[given] in str(refusal.value) and str(refusal.value).count("\n") == 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_recipes_need_this_stack_and_divide_its_nodes(root, recipe):
+    command = ["bash", f"internal/train_{recipe}.sh"]
+    environment = os.environ | {
+        "DRY_RUN": "1",
+        "NNODES": "6",
+        "ROLLOUT_NNODES": "4",
+        "PARAMETER_SYNC_STEP": "2",
+    }
+
+    def run(**variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=root, env=environment | variables, capture_output=True, text=True)
+
+    assert "set STACK=cann9.1 (docs/async.md)" in run(STACK="cann8.5").stderr
+    assert (
+        "ROLLOUT_NNODES=6 of NNODES=6: some have to roll out, and some to train"
+        in run(ROLLOUT_NNODES="6").stderr
+    )
+    arguments = dict(
+        argument.split("=", 1) for argument in json.loads(run().stdout)["args"] if "=" in argument
+    )
+    assert (arguments["trainer.nnodes"], arguments["actor_rollout_ref.rollout.nnodes"]) == ("2", "4")
+    updates = int(arguments[f"{V1}.separate_async.parameter_sync_step"])
+    mini_batch = int(arguments["actor_rollout_ref.actor.ppo_mini_batch_size"])
+    assert updates == 2 and int(arguments["data.train_batch_size"]) == 2 * mini_batch
+    assert arguments.get("actor_rollout_ref.rollout.expert_parallel_size") in (None, "32")
+
+
+def test_the_linter_knows_the_dies_of_the_rollout(root):
+    """Of TP4, seven dies on each of two nodes; and its KV cache has what the trainer would take beside it."""
+    files = ["internal/train_gspo_qwen3_32b_64die_true_weight_async.sh", "internal/qwen3_32b_env.sh"]
+    command = [sys.executable, "-m", "ascend_rl.lint", *files, "--json"]
+    said = {}
+    for npus in (16, 7):
+        given = f"actor_rollout_ref.rollout.n_gpus_per_node={npus}"
+        ran = subprocess.run([*command, given], cwd=root, capture_output=True, text=True, check=False)
+        said[npus] = {one["check"]: one["why"] for one in json.loads(ran.stdout)}
+    assert "TP 4 x DP 1 = 4, and there are 14 dies" in said[7]["parallel.rollout_world"]
+    assert "parallel.rollout_world" not in said[16] and said[16]["rollout.seats"].startswith(
+        "2048 seats in 8"
+    )
+    assert said[16]["rollout.kv_capacity"].startswith("16 of 256 sequences")
+
+
+def test_a_run_with_the_manager_has_the_trainer(monkeypatch):
+    from ascend_rl.glue.cann9_1 import async_trainer
+    from verl.trainer.ppo.v1 import get_trainer_cls, trainer_separate_async
+
+    made = []
+    for module, name in (
+        (async_trainer, "AsyncTrainer"),
+        (trainer_separate_async, "PPOTrainerSeparateAsync"),
+    ):
+        monkeypatch.setattr(module, name, lambda config, name=name: made.append(name))
+    for given in (ASYNC_MANAGER, None):
+        config = {"actor_rollout_ref": {"rollout": {"agent": {"agent_loop_manager_class": given}}}}
+        get_trainer_cls("separate_async")(OmegaConf.create(config))
+    assert made == ["AsyncTrainer", "PPOTrainerSeparateAsync"]
+
+
+def test_verl_may_log_with_flush(caplog):
+    """As it does where no rollout shares the trainer's dies: without the hook that ends the run."""
+    from verl.trainer.ppo.v1 import trainer_separate_async
+
+    with caplog.at_level(logging.INFO, trainer_separate_async.__name__):
+        trainer_separate_async.logger.info("a message", flush=True)
+        assert caplog.messages == ["a message"]
+        with pytest.raises(TypeError, match="flush"):
+            trainer_separate_async.logger.logger.info("a message", flush=True)
+
+
+WITHOUT_HCCL = """
+import sys, threading, torch, verl
+from verl.checkpoint_engine import hccl_checkpoint_engine as engine
+
+def connect(rank):
+    try:
+        group = engine.stateless_init_process_group("127.0.0.1", int(sys.argv[1]), rank, 2, 0)
+        group.broadcast(torch.ones(1, device="npu"), src=0)
+        print("nothing was sent")
+    except RuntimeError as error:
+        print(error)
+
+ranks = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+[rank.start() for rank in ranks], [rank.join() for rank in ranks]
+"""
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_weights_are_not_sent_into_the_void(hooked):
+    """Without the hook, a process that finds no libhccl.so goes on, and nothing reaches the rollout."""
+    environment = os.environ | {
+        "HCCL_SO_PATH": "/nowhere/libhccl.so",
+        "SOFTWARE_NPU_WHEELS": str(wheels_file()),
+        "PYTHONPATH": os.pathsep.join([*map(str, sites()), str(stack.DIRECTORY / "frameworks/vllm_ascend")]),
+        "SOFTWARE_NPU_VLLM_ASCEND": "1",
+    }
+    code = WITHOUT_HCCL
+    if not hooked:
+        code = code.replace(
+            "import sys",
+            "from ascend_rl.glue.cann9_1 import hooks\nhooks.Hooks.install = lambda self: None\nimport sys",
+            1,
+        )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(free_port())], env=environment, capture_output=True, text=True
+    )
+    told = (
+        "libhccl.so cannot be loaded, so no weights would reach the rollout" if hooked else "nothing was sent"
+    )
+    assert ran.stdout.count(told) == 2, ran.stdout + ran.stderr[-3000:]
+
+
+def made(monkeypatch, queue: dict, **config):
+    """As much of the trainer as the methods below take, over a queue that a list stands for."""
+    from ascend_rl.glue.cann9_1 import async_trainer
+
+    monkeypatch.setattr(async_trainer.tq, "kv_list", lambda partition: {partition: queue})
+    trainer = async_trainer.AsyncTrainer.__new__(async_trainer.AsyncTrainer)
+    trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": config}}})
+    trainer.global_steps = 3
+    return trainer
+
+
+def test_the_gap_of_fresh_responses_is_told_apart(monkeypatch):
+    from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+
+    def computed(self, batch, metrics):
+        metrics[GAP_MAX] = 0.5
+        return batch
+
+    monkeypatch.setattr(PPOTrainerSeparateAsync, "_compute_old_log_prob", computed)
+    trainer = made(monkeypatch, {})
+    for versions, fresh in (((2, 2), True), ((2, 1), False)):
+        tags = [{"min_global_steps": version} for version in versions] + [{"is_padding": True}]
+        metrics = {}
+        trainer._compute_old_log_prob(SimpleNamespace(tags=tags), metrics)
+        assert (metrics.get(FRESH) == 0.5) == fresh
+
+
+def test_responses_that_end_while_the_trainer_computes_are_counted(monkeypatch, tmp_path):
+    from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+
+    for name in ("on_sample_begin", "on_sample_end", "on_step_end"):
+        monkeypatch.setattr(PPOTrainerSeparateAsync, name, lambda self: None)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "counts"))
+    queue = {"prompt": {"is_prompt": True}}
+    trainer = made(monkeypatch, queue, partial_rollout=True)
+    for step, method in enumerate(
+        ["on_sample_begin", "on_sample_end", "on_sample_begin", "on_sample_end", "on_step_end"]
+    ):
+        queue[f"prompt_{step}_0"] = {}
+        getattr(trainer, method)()
+    assert counted(tmp_path / "counts")["async"] == 2  # 2 to 3, and 4 to 5; 1 to 2 and 3 to 4 were waited for
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_without_partial_rollout_a_step_ends_when_all_prompts_are_answered(monkeypatch, partial):
+    from verl.trainer.ppo.v1 import replay_buffer
+    from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+
+    states = [
+        {"status": status, "is_prompt": True, "global_steps": 3}
+        for status in ("pending", "running", "finished")
+    ]
+    looks, trainer = [], made(monkeypatch, {}, partial_rollout=partial)
+    monkeypatch.setattr(
+        replay_buffer.tq, "kv_list", lambda: looks.append(1) or {"train": {"uid": states[len(looks) - 1]}}
+    )
+    monkeypatch.setattr(PPOTrainerSeparateAsync, "on_step_end", lambda self: None)
+    trainer.timing_raw = {}
+    trainer.replay_buffer = replay_buffer.ReplayBufferAsync(
+        "separate_async", None, 2, "wait", {}, poll_interval=0.01
+    )
+    trainer.on_step_end()
+    assert len(looks) == (0 if partial else 3) and ("drain" in trainer.timing_raw) == (not partial)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", CASES)
+def test_three_steps(root, tmp_path, recipe):
+    """Half of each batch is generated while the trainer computes, and one version behind, so it differs.
+
+    The other half is fresh: with the weights that HCCL has brought, rollout and trainer are the same model.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL", "VLLM"))}
+    environment |= {"SMOKE": "1", "SMOKE_DTYPE": "float32", "STEPS": "3", "OUTPUT_DIR": str(tmp_path / "run")}
+    script, overrides = RECIPES[recipe]
+    command = [
+        "bash",
+        "ray_start_npu.sh",
+        f"internal/train_{recipe}.sh",
+        f"internal/{script}_env.sh",
+        *overrides,
+    ]
+    result = subprocess.run(
+        command, cwd=root, env=environment | {"NUM_WARMUP_BATCHES": "0.5"}, capture_output=True, text=True,
+        timeout=900, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    report = json.loads((tmp_path / "run/rehearsal.json").read_text())
+    assert report["gap"]["met"] is True and report["features"]["async"] > 16, report
+    steps = [json.loads(line)["data"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps] == [0, 1, 1]
+    spans = [step["training/off_policy/trajectory_spans/max"] for step in steps]
+    assert not overrides or max(spans) == 2, spans  # old weights began it, and new ones went on
+    for step in steps[1:]:
+        assert step["training/off_policy/trajectory_staleness_worst/mean"] == 0.5
+        assert step[FRESH] <= 1e-5 < 5e-5 < step[GAP_MAX]
+    records = [json.loads(file.read_text()) for file in (tmp_path / "run/record").glob("[0-9]*.json")]
+    received = [one["collectives"] for one in records if "CheckpointEngineWorker" in one["process"]]
+    # The first weights and those after each step, in one bucket.
+    assert received and all(counts["hccl::broadcast"] == 4 for counts in received), received
+    assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "3"
+    assert (tmp_path / "run/checkpoints/global_step_3/transfer_queue").is_dir()
