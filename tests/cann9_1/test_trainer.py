@@ -103,10 +103,35 @@ def test_responses_of_training_and_validation_are_learned(monkeypatch):
     monkeypatch.setattr(trainer.PPOTrainerSync, "_build_replay_buffer", lambda self: sampled)
     made, learned = trainer.Trainer.__new__(trainer.Trainer), []
     made.agent_loop_manager = SimpleNamespace(learn=learned.append)
+    made.config = OmegaConf.create({"algorithm": {}})
     buffer = made._build_replay_buffer()
     assert buffer.sample(partition_id="train", batch_size=1) == ("train", {"metric": 1})
     buffer.sample(partition_id="val", batch_size=1)
     assert learned == ["train", "val"]
+
+
+def test_dynamic_sampling_ends_where_too_few_groups_differ(monkeypatch):
+    from ascend_rl.glue.cann9_1 import trainer
+
+    drawn = []
+    verls = SimpleNamespace(sample=None, refill_fn=drawn.append)
+    monkeypatch.setattr(trainer.PPOTrainerSync, "_build_replay_buffer", lambda self: verls)
+    monkeypatch.setattr(trainer.PPOTrainerSync, "prepare_step", lambda self: {})
+    made = trainer.Trainer.__new__(trainer.Trainer)
+    made.global_steps, made.agent_loop_manager = 1, SimpleNamespace(begin=lambda *_: None)
+    groups = {"enable": True, "max_num_gen_batches": 3}
+    made.config = OmegaConf.create({
+        "algorithm": {"filter_groups": groups}, "data": {"train_batch_size": 4},
+        "actor_rollout_ref": {"rollout": {"n": 2}},
+    })  # fmt: skip
+    buffer = made._build_replay_buffer()
+    for _ in range(2):
+        made.prepare_step()
+        buffer.refill_fn(5)
+        buffer.refill_fn(3)  # 12 prompts: three batches
+    with pytest.raises(RuntimeError, match="too few groups differ in 12 prompts"):
+        buffer.refill_fn(1)
+    assert drawn == [5, 3, 5, 3]
 
 
 def test_without_old_log_probs_the_update_is_the_same():

@@ -96,6 +96,7 @@ class Trainer(Checkpoints, PPOTrainerSync):
     def prepare_step(self) -> dict:
         samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         self.agent_loop_manager.begin(samples, f"rollout {self.global_steps}")
+        self.drawn = self.config.data.train_batch_size
         return super().prepare_step()
 
     def on_sample_end(self) -> None:
@@ -121,7 +122,26 @@ class Trainer(Checkpoints, PPOTrainerSync):
             return batch, metrics
 
         buffer.sample = sample_and_learn
+        groups = self.config.algorithm.get("filter_groups") or {}
+        if groups.get("enable") and groups.get("max_num_gen_batches", 0) > 0:  # verl's buffer has no limit
+            buffer.refill_fn = self._within(groups.max_num_gen_batches, buffer.refill_fn)
         return buffer
+
+    def _within(self, batches: int, draw: Any) -> Any:
+        """`draw`, which ends the run where a step takes more prompts than these whole batches."""
+        most = batches * self.config.data.train_batch_size
+
+        def draw_some(count: int) -> None:
+            self.drawn += count
+            if self.drawn > most:
+                raise RuntimeError(
+                    f"the responses of too few groups differ in {most} prompts. Change the data, lower "
+                    "data.train_batch_size, or raise algorithm.filter_groups.max_num_gen_batches; the run can be "
+                    "resumed from its last checkpoint"
+                )
+            draw(count)
+
+        return draw_some
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **step: Any) -> None:
         metrics.update(step_metrics(timing_raw, metrics, self.config.actor_rollout_ref.actor.ppo_epochs))
