@@ -98,7 +98,7 @@ def overlap_weights(s):
     prefix = f"{MEGATRON}.override_transformer_config"
     dense = s.model and not s.model.experts
     by_variable = s.variable(switches.OVERLAP) == 1 and not dense
-    if s.megatron and s.get(f"{MEGATRON}.use_mbridge"):
+    if stack.NAME == stack.DEFAULT and s.megatron and s.get(f"{MEGATRON}.use_mbridge"):
         if s.get(f"{prefix}.moe_alltoall_overlap_comm"):
             yield f"{MEGATRON}.use_mbridge", "True, with MindSpeed's alltoall overlap"
         elif by_variable:

@@ -15,10 +15,8 @@ MANAGER=ascend_rl.glue.cann9_1.rollout_manager.RolloutManager
 ASYNC_MANAGER=ascend_rl.glue.cann9_1.async_trainer.AsyncManager
 
 
-# verl 0.9.1 loads Hugging Face weights through mbridge, which does not know the layout of experts that the alltoall overlap
-# and moe_zero_memory need.
-MISSING="actor_rollout_ref.actor.megatron.use_mbridge=False|+$OVERRIDE.moe_alltoall_overlap_comm"
-MISSING+="|+$OVERRIDE.moe_zero_memory"
+# verl 0.9.1 loads Hugging Face weights through mbridge.
+MISSING="actor_rollout_ref.actor.megatron.use_mbridge=False"
 
 # FSDP otherwise computes in bfloat16, whatever fsdp_config.dtype says; SMOKE_DTYPE=float32 needs it too.
 FSDP_FLOAT32="+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
@@ -46,12 +44,12 @@ translate() {
 
 # stack: change ARGS and OVERRIDES; called before keys that are given twice are settled.
 stack() {
-    # Not ported (docs/stacks.md): without it a step computes the same in more time.
-    if switched USE_ALLTOALL_OVERLAP; then log "STACK=$STACK does without USE_ALLTOALL_OVERLAP=$USE_ALLTOALL_OVERLAP"; fi
-    export USE_ALLTOALL_OVERLAP=0
     [ "$(setting actor_rollout_ref.actor.load_weight)" != False ] ||
         die "STACK=$STACK does not have this recipe: verl 0.9.1 always loads weights; use the one with true weights"
-    if [ "$(setting "$OVERRIDE.moe_zero_memory")" = level1 ]; then recompute_layers; fi # instead
+    if [ "$(setting "$OVERRIDE.moe_zero_memory")" = level1 ] && ! switched USE_ALLTOALL_OVERLAP; then
+        recompute_layers # instead
+        MISSING+="|+$OVERRIDE.moe_alltoall_overlap_comm|+$OVERRIDE.moe_zero_memory"
+    fi
     translate "${ARGS[@]}"
     if [ "$(setting trainer.v1.trainer_mode)" = separate_async ]; then MANAGER="$ASYNC_MANAGER"; fi
     ARGS=("${kept[@]}" "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=$MANAGER")

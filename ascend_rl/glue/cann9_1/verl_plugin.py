@@ -147,6 +147,7 @@ def find_the_server(module: ModuleType) -> None:
 @or_stop
 def load() -> None:
     from ascend_rl.glue.cann9_1 import (
+        alltoall_overlap,
         hdp,
         megatron_training,
         mindspeed,
@@ -157,7 +158,16 @@ def load() -> None:
     )
 
     hooks.install()
-    for part in (megatron_training, mindspeed, router_replay, old_log_prob, moe_alltoallv, hdp, verl_fixes):
+    for part in (
+        megatron_training,
+        mindspeed,
+        router_replay,
+        old_log_prob,
+        moe_alltoallv,
+        hdp,
+        alltoall_overlap,
+        verl_fixes,
+    ):
         part.hooks.install()
     if os.environ.get("VERL_PLATFORM") == "cpu":
         from ascend_rl.glue.cann9_1 import cpu_platform
