@@ -30,16 +30,21 @@ RECIPES = {  # name: (environment, signs in the rollout, signs in the trainer, v
         "qwen3_30b_a3b",
         EXPERTS,
         MEGATRON | MOE,
-        {"ROUTER_REPLAY": "R3", "VLLM_ENABLE_EPLB": "1", "VLLM_FUSED_MOE_CHUNK_SIZE": "64"},
+        {
+            "ROUTER_REPLAY": "R3",
+            "VLLM_ENABLE_EPLB": "1",
+            "VLLM_FUSED_MOE_CHUNK_SIZE": "64",
+            "ENABLE_SAM": "1",
+        },
     ),
     "grpo_qwen3_32b_32die_true_weight": ("qwen3_32b", DENSE, RINGS, {}),
 }
 CASES = [*RECIPES] if os.environ.get("ALL_RECIPES") == "1" else [*RECIPES][:2]
-# The trainer knows no truncation.
 EPLB = [
     f"+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.{key}"
     for key in ("num_iterations_eplb_update=8", "num_wait_worker_iterations=4")
 ]
+# The trainer knows no truncation.
 FROM_ALL_TOKENS = ["actor_rollout_ref.rollout.top_k=-1", "actor_rollout_ref.rollout.top_p=1"]
 
 
