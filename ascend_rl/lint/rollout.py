@@ -161,6 +161,7 @@ def rollout_options(s):
         eager=bool(s.get(f"{ROLLOUT}.enforce_eager")),
         mtp=bool(s.get(f"{mtp}.enable") and s.get(f"{mtp}.enable_rollout")),
         shared_by=s.rollout_tp if s.variable("VLLM_ASCEND_ENABLE_FLASHCOMM1") else 1,
+        later=stack.NAME != stack.DEFAULT,
         environ=s.env,
     )
     speculative, extra = (

@@ -199,10 +199,11 @@ def _node(plain: dict[str, Any], key: str) -> tuple[str, str, dict[str, str]]:
 
 
 def _added(plain: dict[str, Any], key: str) -> Finding | None:
-    """The finding for an accepted "+key" if verl's dataclass has no such field."""
+    """The finding for an accepted "+key" if verl's dataclass has no such field, and verl asks for none."""
     path, class_name, fields = _node(plain, key)
     name = key.removeprefix(path).lstrip(".").partition(".")[0]
-    if not fields or name in fields or select(plain, key) is not None:
+    asked = (path.rpartition(".")[2], name) in _asked_for()
+    if not fields or name in fields or asked or select(plain, key) is not None:
         return None
     close = difflib.get_close_matches(name, sorted(fields), 1)
     why = f"{class_name} has no field '{name}': verl stops with a TypeError when it builds it"

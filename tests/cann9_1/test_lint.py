@@ -19,6 +19,8 @@ SAMPLES = Path(__file__).resolve().parents[1] / "samples/lint"
         ("megatron", "SET[$transformer.use_flash_attn]=False", ["train.flash_attn"]),
         ("megatron", "SET[$megatron.grad_offload]=True", ["config.unknown_key"]),  # a key of verl 0.9.0
         ("megatron", "SET[$megatron.router_replay.mode]=R3", []),
+        ("fsdp", "SET[+reward.reward_kwargs.max_resp_len]=8192", []),  # verl asks for it
+        ("fsdp", "SET[+reward.reward_kwarg.max_resp_len]=8192", ["config.unknown_field"]),
         ("fsdp", "SET[$actor.use_torch_compile]=True", []),  # as verl's profiling scripts
     ],
 )

@@ -38,6 +38,7 @@ RECIPES = {  # name: (environment, signs in the rollout, signs in the trainer, v
         },
     ),
     "grpo_qwen3_32b_32die_true_weight": ("qwen3_32b", DENSE, RINGS, {}),
+    "dapo_qwen3_32b_32die_true_weight": ("qwen3_32b", DENSE, RINGS, {}),
 }
 CASES = [*RECIPES] if os.environ.get("ALL_RECIPES") == "1" else [*RECIPES][:2]
 EPLB = [

@@ -136,8 +136,8 @@ class Trainer(Checkpoints, PPOTrainerSync):
             if self.drawn > most:
                 raise RuntimeError(
                     f"the responses of too few groups differ in {most} prompts. Change the data, lower "
-                    "data.train_batch_size, or raise algorithm.filter_groups.max_num_gen_batches; the run can "
-                    "be resumed from its last checkpoint"
+                    "data.train_batch_size, or raise algorithm.filter_groups.max_num_gen_batches; the run "
+                    "can be resumed from its last checkpoint"
                 )
             draw(count)
 
