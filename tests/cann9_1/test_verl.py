@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_rl.process.progress import FILE
 
+FLOAT32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 ACTOR, LAYERS, TOKENS = "actor_rollout_ref.actor", 3, 48
 
 
@@ -51,6 +52,7 @@ def log_probs_by(rank: int, path, place: str) -> dict[bool, SimpleNamespace]:
                     f"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu={TOKENS}",
                     f"{ACTOR}.strategy=fsdp2",
                     f"{ACTOR}.fsdp_config.forward_prefetch={prefetch}",
+                    f"+{ACTOR}.fsdp_config.mixed_precision={FLOAT32}",
                     f"{ACTOR}.use_torch_compile=False",
                     f"{ACTOR}.ppo_mini_batch_size=8",
                     f"{ACTOR}.use_dynamic_bsz=True",
@@ -69,11 +71,12 @@ def log_probs_by(rank: int, path, place: str) -> dict[bool, SimpleNamespace]:
         for layer in module.model.layers:
             layer.input_layernorm.register_forward_pre_hook(lambda *_, g=gathers, s=seen: s.append(g.count))
         with gathers:
-            infer(worker, make_batch())
+            _, output = infer(worker, make_batch())
         found[prefetch] = SimpleNamespace(
             sharded=isinstance(module, FSDPModule), tokens=tokens,
             signs=Path(os.environ[FILE]).stat().st_size,
             gathers=seen[:LAYERS],
+            log_probs=output["log_probs"].values().tolist(),
         )  # fmt: skip
     return found
 
@@ -85,6 +88,7 @@ def test_the_fsdp_engine(tmp_path):
     for found in ranks:
         late, early = found[False], found[True]
         assert late.sharded and early.sharded
+        assert early.log_probs == pytest.approx(late.log_probs, abs=1e-5)
         assert late.signs == len(late.tokens) == len(early.tokens) == 3 and max(late.tokens) <= TOKENS
         first = late.gathers[0]
         assert late.gathers == [first, first + 1, first + 2]

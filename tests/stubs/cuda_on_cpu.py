@@ -18,6 +18,7 @@ import logging
 import one_gloo_device
 import torch
 import torch.distributed as dist
+import torch.utils._device
 import torch_2_8
 
 CPU = torch.device("cpu")
@@ -75,6 +76,7 @@ class Generators:
 def install() -> None:
     """Put the stand-ins into torch; once per process, before megatron-core is imported."""
     _device_functions()
+    torch.utils._device._device_constructors()  # remembers the originals, for `with torch.device(...)`
     _factories()
     _tensor_methods()
     # Its generator is the CPU's here, so that drawing from the one changes the other, which megatron-core
