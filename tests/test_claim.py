@@ -198,9 +198,9 @@ REVIEWED = {
     "rollout/moved_kv.py _discard: (directory / file).unlink(missing_ok=True)",
     "rollout/moved_kv.py Depot.take: os.rename(given, directory)",
     # checkpoints of the run, by the number that it was told to keep
-    "glue/cann9_1/trainer.py Trainer._save_checkpoint: path.rename(partial / path.name)",
-    "glue/cann9_1/trainer.py Trainer._save_checkpoint: written.rmdir()",
-    "glue/cann9_1/trainer.py Trainer._save_checkpoint: (partial / checkpoints.TRACKER).unlink()",
+    "glue/cann9_1/trainer.py Checkpoints._save_checkpoint: path.rename(partial / path.name)",
+    "glue/cann9_1/trainer.py Checkpoints._save_checkpoint: written.rmdir()",
+    "glue/cann9_1/trainer.py Checkpoints._save_checkpoint: (partial / checkpoints.TRACKER).unlink()",
     "weights/checkpoints.py latest: shutil.rmtree(path, ignore_errors=True)",
     "weights/checkpoints.py commit: final.rename(replaced)",
     "weights/checkpoints.py commit: source.rename(final)",
@@ -282,7 +282,7 @@ WRITTEN = {
     "weights/journal.py Output.add_file: os.open(self.partial / name, os.O_RDWR | os.O_CREAT, 420)",
     # in a checkpoint that is being saved, .partial
     "glue/rollout_manager.py save: memory.save(checkpoint)",
-    "glue/cann9_1/trainer.py Trainer._save_checkpoint: self.agent_loop_manager.memory.save(partial)",
+    "glue/cann9_1/trainer.py Trainer.save_more: self.agent_loop_manager.memory.save(directory)",
     "rollout/prompt_memory.py PromptMemory.save: np.savez(Path(directory, FILE), **saved)",
     "weights/checkpoints.py begin: (partial / POSITION).write_text(json.dumps(asdict(passes.after(step))))",
     # KV of moved requests, in directories of the servers
