@@ -76,6 +76,7 @@ class Server:
         from ascend_rl.rollout.engine_stats import counting
         from ascend_rl.rollout.rollout_progress import Requests
         from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+        from vllm import envs
         from vllm.utils.gc_utils import freeze_gc_heap
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -95,6 +96,7 @@ class Server:
             self.server.admitting, self.server._disaggregation_role = set(), None
             self.server.replica_rank = 0
             os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"
+            envs.disable_envs_cache()  # an engine in this process may have made one
             self.server._submission_paused = self.server._rejecting = False
             own = {"custom": config, "disable_log_stats": True, "full_determinism": False, "mtp": None}
             self.server.config.update(own)
