@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ascend_host import make_host, needs_git
+from ascend_host import PLACE, make_host, needs_git
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -33,7 +33,6 @@ DOCKERFILE = ROOT / "Dockerfile.vllm_ascend.mindspeed.qwen3"
 STACKS = [tomllib.loads(path.read_text())["ascend"] for path in (
     ROOT / "frameworks.lock", *ROOT.glob("stacks/*/frameworks.lock"))]  # fmt: skip
 ASCEND = tomllib.loads((DIRECTORY / "frameworks.lock").read_text())["ascend"]
-PINS_OF = "." if NAME == DEFAULT else f"stacks/{NAME}"
 IMAGE_HOST = default_environment() | {
     "platform_machine": "aarch64",
     "sys_platform": "linux",
@@ -156,7 +155,7 @@ def test_the_dockerfile_pins_nothing_itself():
 
 def copy_step(arguments: str, context: Path, image: Path) -> None:
     """COPY, as far as this Dockerfile uses it: files of the context that .dockerignore does not name."""
-    *sources, target = arguments.replace("${PINS}", PINS_OF).split()
+    *sources, target = arguments.replace("${PINS}", str(PLACE)).split()
     ignored = [
         line.removeprefix("**/")
         for line in (ROOT / ".dockerignore").read_text().splitlines()
@@ -181,11 +180,11 @@ def test_the_steps_after_the_packages_run_with_what_is_copied_before_them(tmp_pa
     host = make_host(tmp_path)
     image = host.root.with_name("image")
     image.mkdir()
-    (image / PINS_OF).mkdir(parents=True, exist_ok=True)
-    (host.root / PINS_OF / "frameworks").rename(image / PINS_OF / "frameworks")
+    (image / PLACE).mkdir(parents=True, exist_ok=True)
+    (host.root / PLACE / "frameworks").rename(image / PLACE / "frameworks")
     arguments_of = {
         name: default for name, _, default in (a.partition("=") for i, a in steps() if i == "ARG")
-    } | {"STACK": NAME, "PINS": PINS_OF}
+    } | {"STACK": NAME, "PINS": str(PLACE)}
     ran = []
     for instruction, arguments in steps():
         if instruction == "COPY":
@@ -276,7 +275,7 @@ def test_container_options():
         *(
             []
             if NAME == DEFAULT
-            else [f"STACK={NAME}", f"PINS={PINS_OF}", f"TRITON_ASCEND={ASCEND['triton_ascend']}"]
+            else [f"STACK={NAME}", f"PINS={PLACE}", f"TRITON_ASCEND={ASCEND['triton_ascend']}"]
         ),
         f"MOONCAKE={ASCEND['mooncake']}",
         "PIP_INDEX_URL=https://example.com/a b",

@@ -11,25 +11,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from megatron_tiny import make_batch, make_checkpoint
+from megatron_tiny import Gathers, make_batch, make_checkpoint
 from ranks import run_ranks
 from test_megatron import infer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_rl.process.progress import FILE
 
 FLOAT32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 ACTOR, LAYERS, TOKENS = "actor_rollout_ref.actor", 3, 48
-
-
-class Gathers(TorchDispatchMode):
-    """How often weights were gathered."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.name().startswith("c10d::") and "allgather" in func.name()
-        return func(*args, **kwargs or {})
 
 
 def log_probs_by(rank: int, path, place: str) -> dict[bool, SimpleNamespace]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 VOCAB, RESPONSE = 96, 8
 
@@ -90,6 +91,16 @@ def make_checkpoint(kind: str, path: Path, layers: int = 4, expert_size: int = 4
     tokenizer = Tokenizer(models.BPE(vocab={f"t{i}": i for i in range(VOCAB)}, merges=[]))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", eos_token="t1").save_pretrained(path)
     return path
+
+
+class Gathers(TorchDispatchMode):
+    """How often weights were gathered."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name().startswith("c10d::") and "allgather" in func.name()
+        return func(*args, **kwargs or {})
 
 
 def make_batch(rows: int = 8) -> dict[str, torch.Tensor]:

@@ -6,23 +6,12 @@ On two ranks; the collectives are counted where PyTorch runs them. The log-probs
 from __future__ import annotations
 
 import torch
-from megatron_tiny import make_batch, make_checkpoint, own_share
+from megatron_tiny import Gathers, make_batch, make_checkpoint, own_share
 from patched.test_compute_old_log_prob import fsdp_worker
 from ranks import run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ACTOR = "actor_rollout_ref.actor"
 LAYERS = 3
-
-
-class Gathers(TorchDispatchMode):
-    """How often weights were gathered."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.name().startswith("c10d::") and "allgather" in func.name()
-        return func(*args, **kwargs or {})
 
 
 def passes(rank: int, path) -> dict[bool, tuple[list[int], torch.Tensor]]:

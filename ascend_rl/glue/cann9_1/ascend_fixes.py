@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from ascend_rl.glue.cann9_1.hooks import Hooks
+from ascend_rl.glue.cann9_1.hooks import Hooks, first
 from ascend_rl.rollout.a2_shared_card import may_fuse
 from ascend_rl.rollout.npu_graph import kernel_sizes
 from ascend_rl.rollout.npu_options import expansion_mode
@@ -96,15 +96,12 @@ def exchange_apart_on_a_shared_a2(module: ModuleType) -> None:
 @hooks.after("vllm_ascend.worker.model_runner_v1")
 def scatter_apart_on_a_shared_a2(module: ModuleType) -> None:
     """Nor does matmul with reduce-scatter (FlashComm1)."""
-    runner = module.NPUModelRunner
-    forward = runner._model_forward
 
-    def _model_forward(self, *args, **kwargs):
+    def scatter_apart(self, *args, **kwargs) -> None:
         chip, sleeps = module.get_ascend_device_type().name, self.model_config.enable_sleep_mode
         module.get_forward_context().mmrs_fusion &= may_fuse(chip, sleeps)
-        return forward(self, *args, **kwargs)
 
-    runner._model_forward = _model_forward
+    first(module.NPUModelRunner, "_model_forward", scatter_apart)
 
 
 @hooks.after("vllm_ascend.worker.model_runner_v1")

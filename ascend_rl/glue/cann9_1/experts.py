@@ -12,7 +12,7 @@ from ascend_rl.experts.chunked_moe import in_chunks
 from ascend_rl.experts.eplb_load import real_rows, rows_by_slot
 from ascend_rl.experts.eplb_policy import VllmAscendPolicy, failure, own_plan, plan_of_all
 from ascend_rl.experts.support_eplb import OURS, CurrentExperts, in_slots
-from ascend_rl.glue.cann9_1.hooks import Hooks
+from ascend_rl.glue.cann9_1.hooks import Hooks, first, then
 
 hooks = Hooks()
 BY_STEP = 3  # vllm-ascend's policy that wants the loads of each step: those are counted as they are received
@@ -118,20 +118,16 @@ def outlive_failures(module: ModuleType) -> None:
 @hooks.after("vllm_ascend.eplb.adaptor.vllm_adaptor")
 def follow_moved_experts(module: ModuleType) -> None:
     """A weight sync replaces the parameters, and puts experts where the layer's map says."""
-    adaptor = module.VllmEplbAdaptor
-    find, update = adaptor.init_expert_param_per_layer, adaptor.do_update_expert_map
 
-    def init_expert_param_per_layer(self) -> None:
-        find(self)
+    def find_each_time(self) -> None:
         if self.model.quant_config is None:
             self.expert_param_per_layer = CurrentExperts(self.model)
 
-    def do_update_expert_map(self, layer_id, updated_expert_map) -> None:
-        update(self, layer_id, updated_expert_map)
+    def tell_the_layer(self, layer_id, updated_expert_map) -> None:
         self.moe_layers[layer_id]._expert_map.copy_(updated_expert_map)
 
-    adaptor.init_expert_param_per_layer = init_expert_param_per_layer
-    adaptor.do_update_expert_map = do_update_expert_map
+    then(module.VllmEplbAdaptor, "init_expert_param_per_layer", find_each_time)
+    then(module.VllmEplbAdaptor, "do_update_expert_map", tell_the_layer)
 
 
 @hooks.after("vllm_ascend.ops.fused_moe.token_dispatcher")
@@ -159,7 +155,7 @@ def know_real_tokens(module: ModuleType) -> None:
     from vllm_ascend.ascend_forward_context import get_mc2_mask
 
     runner = module.NPUModelRunner
-    dummy_run, forward = runner._dummy_run, runner._model_forward
+    dummy_run = runner._dummy_run
 
     def _dummy_run(self, *args, **kwargs):
         self.dummy = True
@@ -168,7 +164,7 @@ def know_real_tokens(module: ModuleType) -> None:
         finally:
             self.dummy = False
 
-    def _model_forward(self, *args, **kwargs):
+    def mark(self, *args, **kwargs) -> None:
         if self.dynamic_eplb and self.policy_type != BY_STEP:
             context = get_forward_context()
             if not hasattr(self, "real_tokens"):
@@ -177,9 +173,9 @@ def know_real_tokens(module: ModuleType) -> None:
             context.real_tokens.copy_(context.mc2_mask)
             if self.dummy:
                 context.real_tokens.zero_()
-        return forward(self, *args, **kwargs)
 
-    runner._dummy_run, runner._model_forward, runner.dummy = _dummy_run, _model_forward, False
+    runner._dummy_run, runner.dummy = _dummy_run, False
+    first(runner, "_model_forward", mark)
 
 
 @hooks.after("vllm_ascend.ops.fused_moe.moe_comm_method")
@@ -218,12 +214,8 @@ def count_real_tokens(module: ModuleType) -> None:
 
 @hooks.after("vllm_ascend.ops.fused_moe.fused_moe")
 def count_all_slots(module: ModuleType) -> None:
-    layer = module.AscendFusedMoE
-    start = layer.__init__
-
-    def __init__(self, *args, **kwargs):
-        start(self, *args, **kwargs)
+    def count_all(self, *args, **kwargs) -> None:
         if self.dynamic_eplb and not self.multi_stage:
             self.moe_load = self.moe_load.new_zeros(self.global_num_experts)
 
-    layer.__init__ = __init__
+    then(module.AscendFusedMoE, "__init__", count_all)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ascend_rl.glue.cann9_1.hooks import Hooks
+from ascend_rl.glue.cann9_1.hooks import Hooks, then
 from ascend_rl.hdp import hdp_training
 from ascend_rl.hdp.hdp_training import RINGS, HybridDataParallel
 
@@ -24,19 +24,13 @@ _PLANS: ContextVar[HybridDataParallel | None] = ContextVar("hdp_plans", default=
 
 @hooks.after("verl.workers.engine_workers")
 def set_up_hdp(module: ModuleType) -> None:
-    worker = module.ActorRolloutRefWorker
-    original = worker.init_model
-
-    @functools.wraps(original)
-    def init_model(self) -> Any:
-        result = original(self)
+    def give_plans(self) -> None:
         if self.actor is not None:
             self.actor.engine.hdp = plans_of(self.actor.engine, self.config.actor.policy_loss)
         if self.ref is not None:
             self.ref.engine.hdp = plans_of(self.ref.engine, None)
-        return result
 
-    worker.init_model = init_model
+    then(module.ActorRolloutRefWorker, "init_model", give_plans)
 
 
 def plans_of(engine: Any, policy_loss: Any) -> HybridDataParallel | None:

@@ -9,7 +9,7 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from ascend_rl.glue.cann9_1.hooks import Hooks, first
+from ascend_rl.glue.cann9_1.hooks import Hooks, first, then
 from ascend_rl.weights import moe_alltoallv
 from ascend_rl.weights.moe_update_weights import to_loading_layout
 
@@ -18,21 +18,17 @@ hooks = Hooks()
 
 @hooks.after("verl.workers.engine_workers")
 def send_each_worker_its_experts(module: ModuleType) -> None:
-    worker = module.ActorRolloutRefWorker
-    original = worker.init_model
+    def check(self) -> None:
+        if moe_alltoallv.enabled():
+            moe_alltoallv.check(self.config)
 
-    @functools.wraps(original)
-    def init_model(self) -> Any:
-        if not moe_alltoallv.enabled():
-            return original(self)
-        moe_alltoallv.check(self.config)
-        result = original(self)
-        if self.actor is not None:
+    def send(self) -> None:
+        if moe_alltoallv.enabled() and self.actor is not None:
             engine = self.actor.engine
             engine.get_per_tensor_param = functools.partial(own_share, engine, self.config.rollout)
-        return result
 
-    worker.init_model = init_model
+    first(module.ActorRolloutRefWorker, "init_model", check)
+    then(module.ActorRolloutRefWorker, "init_model", send)
 
 
 def own_share(engine: Any, rollout: Any, **_: Any) -> tuple:

@@ -33,9 +33,9 @@ class Server(MovableRequests, vllm_async_server.vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any):
         # A request's id must be the engine's, too: the mover asks engines for the requests they hold.
         os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"
-        self.admitting: set[str] = set()  # requests on their way to the engine
         super().__init__(*args, **kwargs)
         self.requests = Requests()
+        self.admitting: set[str] = set()  # requests on their way to the engine
 
     @property
     def rollout_rebalance(self) -> RolloutRebalanceConfig | None:

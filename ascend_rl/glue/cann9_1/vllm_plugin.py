@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from ascend_rl.glue.cann9_1 import ascend_fixes, experts, vllm_fixes
-from ascend_rl.glue.cann9_1.hooks import Hooks, or_stop, version_is
+from ascend_rl.glue.cann9_1.hooks import Hooks, first, or_stop, then, version_is
 from ascend_rl.host import core_binding
 from ascend_rl.host.disable_gc import CallCollector, collect_between
 from ascend_rl.speculation.bs_threshold_for_spec_decode import KEY, draft_gate
@@ -143,48 +143,41 @@ def draft_in_small_batches(module: ModuleType) -> None:
 @hooks.after("vllm_ascend.worker.model_runner_v1")
 def replay_without_drafts(module: ModuleType) -> None:
     """With SAM, a step whose rows are one token each replays graphs of its own."""
-    runner = module.NPUModelRunner
-    start, check = runner.__init__, runner._check_and_update_cudagraph_mode
-    dummy_run, determine = runner._dummy_run, runner._determine_batch_execution_and_padding
-    capture = runner._warmup_and_capture
 
-    def __init__(self, vllm_config, *args, **kwargs):
-        start(self, vllm_config, *args, **kwargs)
+    def give_dispatcher(self, vllm_config, *args, **kwargs) -> None:
         if drafts_with_sam(self.speculative_config):
             from ascend_rl.glue.cann9_1.decode_graphs import Dispatcher
 
             self.cudagraph_dispatcher = Dispatcher(vllm_config)
 
-    def select(self, longest: int) -> None:
-        if drafts_with_sam(self.speculative_config):
-            self.cudagraph_dispatcher.select(longest)
-            self.uniform_decode_query_len = self.cudagraph_dispatcher.uniform_decode_query_len
-
-    def _check_and_update_cudagraph_mode(self, *args) -> None:
-        check(self, *args)
+    def keep_both(self, *args) -> None:
         if drafts_with_sam(self.speculative_config) and self.cudagraph_dispatcher.plain_sizes:
             from ascend_rl.glue.cann9_1.decode_graphs import GraphParams
             from vllm_ascend.compilation import acl_graph
 
             acl_graph._graph_params = GraphParams(acl_graph._graph_params)
 
-    def _determine(self, *args, max_num_scheduled_tokens, **kwargs):
+    def select(self, longest: int) -> None:
+        if drafts_with_sam(self.speculative_config):
+            self.cudagraph_dispatcher.select(longest)
+            self.uniform_decode_query_len = self.cudagraph_dispatcher.uniform_decode_query_len
+
+    def select_for_step(self, *args, max_num_scheduled_tokens, **kwargs) -> None:
         select(self, max_num_scheduled_tokens)
-        return determine(self, *args, max_num_scheduled_tokens=max_num_scheduled_tokens, **kwargs)
 
-    def _warmup_and_capture(self, desc, *args, **kwargs):
+    def select_for_capture(self, desc, *args, **kwargs) -> None:
         select(self, desc.num_tokens // (desc.num_reqs or 1))
-        return capture(self, desc, *args, **kwargs)
 
-    def _dummy_run(self, *args, **kwargs):
+    def select_for_dummy(self, *args, **kwargs) -> None:
         if kwargs.get("cudagraph_runtime_mode") is None:
             select(self, 0)  # a data-parallel rank without requests computes a row with drafts
-        return dummy_run(self, *args, **kwargs)
 
-    runner.__init__, runner._dummy_run = __init__, _dummy_run
-    runner._check_and_update_cudagraph_mode = _check_and_update_cudagraph_mode
-    runner._determine_batch_execution_and_padding = _determine
-    runner._warmup_and_capture = _warmup_and_capture
+    runner = module.NPUModelRunner
+    then(runner, "__init__", give_dispatcher)
+    then(runner, "_check_and_update_cudagraph_mode", keep_both)
+    first(runner, "_determine_batch_execution_and_padding", select_for_step)
+    first(runner, "_warmup_and_capture", select_for_capture)
+    first(runner, "_dummy_run", select_for_dummy)
 
 
 @hooks.after("vllm_ascend.worker.model_runner_v1")
@@ -208,17 +201,14 @@ def replay_by_rank(module: ModuleType) -> None:
 @hooks.after("vllm_ascend.ops.fused_moe.token_dispatcher")
 def dispatch_by_rank(module: ModuleType) -> None:
     """MC2 takes unequal rows if it is told the most that all ranks can have."""
-    dispatcher = module.TokenDispatcherWithMC2
-    start = dispatcher.__init__
 
-    def __init__(self, *args, **kwargs):
-        start(self, *args, **kwargs)
+    def take_the_most(self, *args, **kwargs) -> None:
         config = module.get_current_vllm_config()
         if graphs_by_rank(config):
             tp = config.parallel_config.tensor_parallel_size
             self.global_bs = module.get_mc2_tokens_capacity() // tp * self.ep_world_size
 
-    dispatcher.__init__ = __init__
+    then(module.TokenDispatcherWithMC2, "__init__", take_the_most)
 
 
 def graphs_by_rank(vllm_config: Any) -> bool:
