@@ -77,6 +77,13 @@ def poll_soon(module: ModuleType) -> None:
     module.ReplayBuffer._wait_for_next_poll = _wait_for_next_poll
 
 
+@hooks.after("verl.trainer.ppo.v1.agent_loop_tq")
+def put_together(module: ModuleType) -> None:
+    from ascend_rl.glue.cann9_1 import puts
+
+    module.tq, module.list_of_dict_to_tensordict = puts, list
+
+
 @hooks.after("verl.trainer.ppo.v1.trainer_base")
 def launch_servers(module: ModuleType) -> None:
     from ascend_rl.glue.cann9_1.servers import Servers
