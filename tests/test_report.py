@@ -197,6 +197,21 @@ def test_what_engines_say_is_in_the_table_and_in_pictures(tmp_path):
     assert any("2 times in a step a request is preempted" in text for text in page.texts)
 
 
+def test_a_page_shows_generations(tmp_path):
+    """Of many steps the first and the last; a response is text, whatever it holds."""
+    run = write(tmp_path, records())
+    samples = [
+        {"step": step, "kinds": ["best"], "tokens": 3, "score": 0.5, "prompt": "?", "response": f"<b>{step}"}
+        for step in range(1, 101)
+    ]
+    (run / "generations.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    assert command(run, "--html").returncode == 0
+    page = (run / "report.html").read_text()
+    assert page.count("<details>") == 40 and "<b>" not in page
+    assert all(f"<pre>&lt;b&gt;{step}</pre>" in page for step in (1, 100))
+    assert "best: score 0.5, 3 tokens" in page
+
+
 def test_drawn_are_the_ranges_of_requests_and_only_what_is_there(tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 

@@ -171,7 +171,7 @@ def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
     check_node(plan)
     preflight(plan)
     try:
-        written = ("metrics.jsonl", "hydra", "run.json") if plan.role == "head" else ()
+        written = ("metrics.jsonl", "generations.jsonl", "hydra", "run.json") if plan.role == "head" else ()
         if plan.role == "head" and not claim.claim(plan.output_dir, plan.kind):
             written += ("report.json", "report.html", "report.png")  # of whoever had the directory before
         # They may be below output_dir, which has to be claimed while it is empty.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ascend_rl.recipe import report_figures, report_plots
 from ascend_rl.recipe.report_figures import FINAL_STEPS
+from ascend_rl.rollout import generations
 from ascend_rl.settings.metrics import ENTROPY, GAP_MAX, GAP_MEAN, PREEMPTED, REWARD
 
 STYLE = """body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
@@ -24,6 +25,7 @@ table{border-collapse:collapse;margin:1em 0}td,th{border:1px solid #ccc;padding:
 td{overflow-wrap:anywhere}img{max-width:100%}
 .figures{display:block;overflow-x:auto}.figures td{overflow-wrap:normal;white-space:pre}
 .figures td:first-child{white-space:pre-wrap;min-width:8em}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;border-left:.3em solid #8888;padding-left:.7em}
 .warning{border-left:.3em solid #d80;padding-left:.7em}
 @media(prefers-color-scheme:dark){body{background:#222;color:#ddd}img{background:#fff}}"""
 REQUEST_MEAN, REQUEST_MAX = (f"timing_s/agent_loop/generate_sequences/{one}" for one in ("mean", "max"))
@@ -135,6 +137,20 @@ def grid(kind: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<table class="{kind}">{line(head, "th")}{"".join(line(row, "td") for row in rows)}</table>'
 
 
+def samples(run: Path, most: int = 40) -> Iterator[str]:
+    """The responses that a run kept, of at most so many steps, evenly spaced, the last one first."""
+    found = generations.read(run / generations.FILE)
+    steps = sorted(found)
+    shown = {steps[round(i * (len(steps) - 1) / max(most - 1, 1))] for i in range(most)} if steps else set()
+    for step in sorted(shown, reverse=True):
+        yield f"<details><summary>step {step}</summary>"
+        for each in found[step]:
+            about = f"{', '.join(each['kinds'])}: score {each['score']:g}, {each['tokens']} tokens"
+            yield f"<p>{escape(about)}</p>"
+            yield from (f"<pre>{escape(each[name])}</pre>" for name in ("prompt", "response"))
+        yield "</details>"
+
+
 def page(
     directories: Sequence[Path],
     rows: Sequence[list[dict]],
@@ -157,7 +173,7 @@ def page(
     keys = list(dict.fromkeys(key for column in columns for key in column))
     found = list(warnings(rows[0], sum(overrides(directories[0]), [])))
     changed, engines = difference(directories[0]), report_plots.of_engines(rows[0])
-    parts = [
+    lines = [
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width">',  # phones lay out for a desk otherwise
         f"<title>{escape(names[0])}</title>",
@@ -171,6 +187,8 @@ def page(
         picture(runs, engines, "KV cache, preemptions, requests, MFU, drafts, graphs") if engines else "",
         "<h2>Difference to the recipe</h2>",
         grid("changed", ["key", "recipe", "this run"], changed) if changed else "<p>none</p>",
+        "<h2>Generations</h2>",
+        *(list(samples(directories[0])) or ["<p>none</p>"]),
         "</body></html>\n",
     ]
-    return "\n".join(parts)
+    return "\n".join(lines)

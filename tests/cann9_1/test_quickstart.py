@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+
+from ascend_rl.rollout.generations import FILE, KINDS, read
 
 
 def test_the_tiny_qwen3_learns_addition(root, tmp_path):
@@ -17,3 +20,8 @@ def test_the_tiny_qwen3_learns_addition(root, tmp_path):
     report = json.loads((tmp_path / "run/report.json").read_text())
     assert report["val_reward"] >= 0.9
     assert report["max_rollout_probs_diff"] <= 1e-5
+    samples = read(tmp_path / "run" / FILE)
+    assert len(samples) == report["steps"]
+    every = [sample for step in samples.values() for sample in step]
+    assert all(re.search(r"\d+\+\d+", sample["prompt"]) for sample in every), every
+    assert {kind for sample in samples[report["steps"]] for kind in sample["kinds"]} >= set(KINDS[:4])

@@ -18,6 +18,7 @@ import pytest
 from runs import BRIEF, PATIENCE_S, finish, launch, metrics, named, nothing_left_of, training
 
 from ascend_rl.launch.supervise import descendants
+from ascend_rl.rollout import generations
 from ascend_rl.settings.claim import QUICKSTART, claim
 
 pytestmark = [pytest.mark.timeout(2 * PATIENCE_S)]
@@ -63,6 +64,7 @@ def test_gspo_learns_addition(quickstart, same_probabilities):
     assert any(row["actor/pg_clipfrac"] > 0 for row in steps)  # the second update of a step is off-policy
     assert all(row["actor/gspo/seq_ratio/p05"] <= row["actor/gspo/seq_ratio/p95"] for row in steps)
     assert list((output / "tensorboard").glob("events*"))
+    assert len(generations.read(output / generations.FILE)) == 40
 
 
 @pytest.mark.long

@@ -8,11 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import transfer_queue as tq
 from omegaconf import open_dict
 
 from ascend_rl.glue.cann9_1.options import options, ours
 from ascend_rl.loss import old_log_prob
-from ascend_rl.rollout import server_restart
+from ascend_rl.rollout import generations, server_restart
 from ascend_rl.rollout.engine_stats import step_metrics
 from ascend_rl.weights import checkpoints
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -72,7 +74,33 @@ class Checkpoints:
         super()._load_checkpoint()
 
 
-class Trainer(Checkpoints, PPOTrainerSync):
+class Generations:
+    """Of a trainer of verl's: some responses of each step, to read."""
+
+    def record_generations(self, batch: Any) -> None:
+        real = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding")]
+
+        def columns(rows: list[int], *names: str) -> list[list[torch.Tensor]]:
+            keys = [batch.keys[real[row]] for row in rows]
+            data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(names))
+            return [data[name].unbind() for name in names]
+
+        def texts(rows: list[int]) -> list[tuple[str, str]]:
+            prompts, responses = columns(rows, "prompts", "responses")
+            decode = self.tokenizer.decode
+            return [(decode(a), decode(b)) for a, b in zip(prompts, responses, strict=True)]
+
+        [scores] = columns(list(range(len(real))), "rm_scores")
+        generations.record(
+            self.global_steps,
+            [batch.tags[row]["response_len"] for row in real],
+            [score.sum().item() for score in scores],
+            self.config.data.max_response_length,
+            texts,
+        )
+
+
+class Trainer(Checkpoints, Generations, PPOTrainerSync):
     def __init__(self, config: Any):
         self.old_log_probs = options(config.actor_rollout_ref.rollout)["compute_old_log_prob"]
         if not self.old_log_probs:
@@ -146,6 +174,7 @@ class Trainer(Checkpoints, PPOTrainerSync):
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **step: Any) -> None:
         metrics.update(step_metrics(timing_raw, metrics, self.config.actor_rollout_ref.actor.ppo_epochs))
         super()._compute_metrics(batch, metrics, timing_raw, **step)
+        self.record_generations(batch)
 
     # Without the pass for old log-probs.
 
