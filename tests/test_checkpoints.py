@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +93,45 @@ def test_what_is_kept(tmp_path):
     save(tmp_path, 10, 1)
     assert steps(tmp_path) == [10] and {"notes", "global_step_8_best"} <= set(os.listdir(tmp_path))
     assert (tmp_path / checkpoints.TRACKER).read_text() == "10"
+
+
+@pytest.mark.parametrize("sign", ["", "-"])
+@given(
+    st.lists(st.sampled_from([None, 0.25, 0.5, 0.75, math.nan]), min_size=3, max_size=8),
+    st.integers(1, 3),
+)
+def test_the_best_is_kept_besides_the_last(sign, values, keep):
+    """Judged when the next one is complete: verl validates a step after it saved it."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        directory, metrics = Path(name, "checkpoints"), Path(name, "metrics.jsonl")
+        patch.setenv("KEEP_BEST", f"{sign}val/acc")
+        patch.setenv("VERL_FILE_LOGGER_PATH", str(metrics))
+        for step, value in enumerate(values, 1):
+            save(directory, step, keep)
+            judged = range(1, step)
+            of = {
+                n: values[n - 1]
+                for n in judged
+                if values[n - 1] is not None and values[n - 1] == values[n - 1]
+            }
+            order = sorted(of, key=lambda n: ((-1 if sign else 1) * of[n], n))
+            assert steps(directory) == sorted({*range(max(1, step - keep + 1), step + 1), *order[-1:]})
+            data = {"other": 1.0} | ({} if value is None else {"val/acc": value})
+            with metrics.open("a") as file:
+                file.write(json.dumps({"step": step, "data": data}) + "\n")
+
+
+def test_a_metric_that_no_step_has_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"val-core/a/acc/mean@1": 0.5}}\n{"st')
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    monkeypatch.setenv("KEEP_BEST", "val/acc/mean@1")
+    for step in (1, 2):
+        save(tmp_path / "checkpoints", step, 1)
+    assert steps(tmp_path / "checkpoints") == [2]
+    assert (
+        "KEEP_BEST=val/acc/mean@1: no step has it; close to it: val-core/a/acc/mean@1"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_run_that_resumes_from_an_earlier_step_keeps_the_later_ones(tmp_path):

@@ -6,7 +6,8 @@ workers delete the previous checkpoint before the tracker names the new one (the
 and says so in one line); after a restart nothing older is deleted, and the disk fills.
 
     begin    global_step_N.partial, in which workers and trainer write
-    commit   sync -> rename to global_step_N -> the tracker, by rename -> delete all but the last KEEP
+    commit   sync -> rename to global_step_N -> the tracker, by rename -> delete all but the last KEEP and
+             the best (`best_checkpoint`)
     latest   the checkpoint to resume from: the tracker's, else the newest complete one (`newest`)
     check_engine refuses the checkpoint of another engine, or of another number of FSDP's ranks
     passes   the steps that the data has left, whatever the batch size: a checkpoint says how many prompts of
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_rl.settings.switch import refuse
+from ascend_rl.weights import best_checkpoint
 
 TRACKER, PARTIAL, REPLACED = "latest_checkpointed_iteration.txt", ".partial", ".replaced"
 POSITION = "position.json"  # of a checkpoint: a `Position`
@@ -156,13 +158,15 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_old(directory: Path, step: int, keep: int | None) -> None:
-    """Of the checkpoints up to a step, keep the last ones; nothing partial from before it.
+    """Of the checkpoints up to a step, keep the last ones and the best; nothing partial from before it.
 
     A later partial one may be what another process writes (``async_save``); `latest` ends it at a start.
     """
     older = [path for path in complete(directory) if step_of(path) <= step and ours(path)]
+    best = best_checkpoint.best([step_of(path) for path in older])
     for path in older[:-keep] if keep else []:
-        shutil.rmtree(path, ignore_errors=True)
+        if step_of(path) != best:
+            shutil.rmtree(path, ignore_errors=True)
     for path in left_undone(directory, PARTIAL):
         if step_of(path.with_suffix("")) <= step:
             shutil.rmtree(path, ignore_errors=True)
