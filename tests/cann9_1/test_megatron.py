@@ -21,6 +21,7 @@ from megatron_tiny import (
 from ranks import run_ranks
 from test_megatron_actor import OVERRIDES, UPDATES, reference
 
+from ascend_rl.process.counts import VARIABLE, counted
 from ascend_rl.process.progress import FILE
 from ascend_rl.weights.converter import Options
 from ascend_rl.weights.export import export
@@ -195,10 +196,11 @@ def by_layer(routes: torch.Tensor) -> list[torch.Tensor]:
     return list(routes.values().long().sort(-1).values.unbind(1))
 
 
-def replay_in(rank: int, path) -> dict:
+def replay_in(rank: int, path, directory) -> dict:
     """Two updates that replay the routes of before them; what the routers answered in the second one."""
     from megatron.core.transformer.moe.router import TopKRouter
 
+    os.environ[VARIABLE] = str(directory / f"counts of rank {rank}")
     batch = make_batch()
     worker = make_worker(Layout("moe", ep=2), path, "actor_rollout_ref.actor.megatron.router_replay.mode=R2")
     routes = routes_of(worker, batch)
@@ -220,6 +222,7 @@ def replay_in(rank: int, path) -> dict:
         "recorded": sum(recorded.numel() for recorded, _, _ in pairs),
         "replayed": sum((recorded == replay).sum().item() for recorded, replay, _ in pairs),
         "others by then": sum((recorded != native).sum().item() for recorded, _, native in pairs),
+        "counted": counted(Path(os.environ.pop(VARIABLE))),
     }
 
 
@@ -247,12 +250,15 @@ def test_a_rollout_without_routes_is_refused_in_the_first_pass(tmp_path):
 
 def test_updates_take_the_routes_that_the_log_probs_took(tmp_path):
     batch, path = make_batch(), make_checkpoint("moe", tmp_path / "moe")
-    counts = run_ranks(2, replay_in, path)
+    counts = run_ranks(2, replay_in, path, tmp_path)
     print(counts)
     layers, experts = 4, 2
     assert sum(one["recorded"] for one in counts) == batch["attention_mask"].sum() * layers * experts
     for one in counts:
         assert one["replayed"] == one["recorded"] and one["others by then"] > 20
+        features = one["counted"]
+        assert features["router_replay"] * experts == one["recorded"] * UPDATES
+        assert features["other_routes_in_updates"] > 10 and features["other_routes"] == 0
 
 
 RESHARDED = "actor_rollout_ref.actor.megatron.dist_ckpt_optim_fully_reshardable=True"

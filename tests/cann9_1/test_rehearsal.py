@@ -73,5 +73,6 @@ def test_two_steps(root, tmp_path, recipe):
     assert all(counts[sign].get("trainer") for sign in trainer), counts
     assert bool(report["features"].get("moe_alltoallv")) == ("235b" in recipe)
     assert all(report["features"].get(name) for name in balanced), report
+    assert bool(report["features"].get("router_replay")) == ("ROUTER_REPLAY" in variables)
     tracker = tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "2"

@@ -1,10 +1,13 @@
-"""Routes of an MoE's rollout that the update replays (ROUTER_REPLAY=R3, docs/recipes.md)."""
+"""Routes of an MoE's log-probs or rollout that the update replays (ROUTER_REPLAY, docs/recipes.md)."""
 
 from __future__ import annotations
 
+import functools
+import os
 import types
 
 from ascend_rl.glue.cann9_1.hooks import Hooks, first
+from ascend_rl.process.counts import VARIABLE, count
 
 hooks = Hooks()
 
@@ -26,3 +29,30 @@ def refuse_empty_routes(module: types.ModuleType) -> None:
             )
 
     first(module.MegatronEngine, "forward_backward_batch", check)
+
+
+@hooks.after("verl.workers.engine.megatron.transformer_impl")
+def count_routes(module: types.ModuleType) -> None:
+    """Where counts are recorded: what was replayed, and where the router itself chooses other experts."""
+    replay, forward = module.RouterReplay.get_replay_topk, module.RouterReplayAction.REPLAY_FORWARD
+
+    def remember(engine, data, loss_function=None, forward_only=False) -> None:
+        module.RouterReplay.updates = not forward_only  # recomputed layers have no gradient at first either
+
+    @functools.wraps(replay)
+    def get_replay_topk(self, scores, topk, default_compute_topk, **groups):
+        taken = replay(self, scores, topk, default_compute_topk=default_compute_topk, **groups)
+        if self.router_replay_action == forward and VARIABLE in os.environ:
+            chosen = default_compute_topk(scores, topk, **groups)
+            own, sent = (experts.sort(-1).values for _, experts in (chosen, taken))
+            mask = self.target_replay_mask  # of R3: all tokens but the last of each response
+            count("router_replay", len(sent) if mask is None else int(mask.sum()))
+            others = int((own != sent).any(-1).sum())
+            if self.updates:
+                count("other_routes_in_updates", others)
+            else:
+                count("other_routes", others)
+        return taken
+
+    module.RouterReplay.get_replay_topk = get_replay_topk
+    first(module.MegatronEngine, "forward_backward_batch", remember)
