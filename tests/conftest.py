@@ -58,8 +58,8 @@ BOTH = (
     "patched/test_short_sequences.py", "patched/test_sleep_level_2.py",
     "patched/test_spec_decode_logprobs.py", "patched/test_support_eplb.py", "patched/test_tracking.py",
     "patched/test_vllm_cpu_expert_parallel.py", "patched/test_weight_sockets.py",
-    "software_npu/test_device_operators.py", "software_npu/test_device_streams.py", "test_bench.py",
-    "test_image.py",
+    "software_npu/test_device_node.py", "software_npu/test_device_operators.py",
+    "software_npu/test_device_streams.py", "test_bench.py", "test_image.py",
 )  # fmt: skip
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12
 

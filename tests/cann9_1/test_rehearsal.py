@@ -37,6 +37,7 @@ RECIPES = {  # name: (environment, signs in the rollout, signs in the trainer, v
             "ENABLE_SAM": "1",
         },
     ),
+    "gspo_qwen3_235b_128die_true_weight": ("qwen3_235b", EXPERTS, RINGS | MOE, {}),
     "grpo_qwen3_32b_32die_true_weight": ("qwen3_32b", DENSE, RINGS, {}),
     "dapo_qwen3_32b_32die_true_weight": ("qwen3_32b", DENSE, RINGS, {}),
 }

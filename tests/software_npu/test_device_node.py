@@ -14,6 +14,7 @@ from wheels import CHIPS, wheels_file
 
 from ascend_rl.host import npu_tools
 from ascend_rl.preflight import node_facts
+from ascend_rl.settings import stack
 
 NODE = ROOT / "software_npu/node"
 
@@ -25,7 +26,7 @@ def node(chip: str, count: int) -> dict[str, str]:
         "SOFTWARE_NPU_COUNT": str(count),
         "ASCEND_HOME_PATH": f"{NODE}/cann",
         "SOFTWARE_NPU_WHEELS": str(wheels_file()),
-        "PYTHONPATH": f"{SITE}:{ROOT}/frameworks/vllm_ascend",
+        "PYTHONPATH": f"{SITE}:{stack.DIRECTORY}/frameworks/vllm_ascend",
     }
 
 
@@ -92,7 +93,9 @@ import torch
 place, shared = sys.argv[1:]
 buckets = []
 receiver = transfer.BucketedWeightReceiver(place, torch.device("npu:0"), use_shm=shared == "False")
-receiver.receive_weights(lambda weights: buckets.append(weights))
+def take(weights, *last):  # verl 0.9.1 says which is, and writes the next one to the same place
+    buckets.append([(name, weight.clone()) for name, weight in weights])
+receiver.receive_weights(take)
 received = dict(weight for bucket in buckets for weight in bucket)
 assert len(buckets) > 2 and len(received) == 20
 for i in range(20):
