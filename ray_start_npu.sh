@@ -39,6 +39,9 @@
 #                        on NPU nodes 0, 14400, 14400)
 #   RESTART_SERVERS=0    let the run end when a vLLM server dies (default 1: start that server again)
 #   SERVER_DEADLINE_S    longest time of a vLLM server to its next token, 0 means no limit (600)
+#   SAVE_BY              time by which the last step is saved and the run ends, with status 75: seconds from the start, or
+#                        2026-11-27T18:00, or @SECONDS since 1970; the same command resumes
+#   SAVE_GRACE_S         after SIGTERM, time to save the step that is being trained (0: stop at once); a second one stops
 #   RESTARTS             starts after a failure, each from the last checkpoint (0; docs/resilience.md)
 #   VERBOSE=1, --verbose show all output instead of a line of progress; it is in OUTPUT_DIR/train.log either way
 #   GAP_LIMIT            end the run if rollout and trainer probabilities differ by more in its first step (default

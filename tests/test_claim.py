@@ -168,6 +168,7 @@ REVIEWED = {
     "launch/registry.py forget: shutil.rmtree(directory, ignore_errors=True)",
     "launch/supervise.py supervise: shutil.rmtree(temporary, ignore_errors=True)",
     "launch/launch_node.py announce_agent: path.with_suffix('.early').rename(path)",
+    "process/save_by.py write: new.rename(f'{path}{SUFFIX}')",
     # in a directory that is marked as a rehearsal's
     "launch/launch.py start: shutil.rmtree(record, ignore_errors=True)",
     # a file with a random name that this process made; then its directory if it is empty
@@ -198,9 +199,9 @@ REVIEWED = {
     "rollout/moved_kv.py _discard: (directory / file).unlink(missing_ok=True)",
     "rollout/moved_kv.py Depot.take: os.rename(given, directory)",
     # checkpoints of the run, by the number that it was told to keep
-    "glue/cann9_1/trainer.py Checkpoints._save_checkpoint: path.rename(partial / path.name)",
-    "glue/cann9_1/trainer.py Checkpoints._save_checkpoint: written.rmdir()",
-    "glue/cann9_1/trainer.py Checkpoints._save_checkpoint: (partial / checkpoints.TRACKER).unlink()",
+    "glue/cann9_1/trainer.py Checkpoints._save_aside: path.rename(partial / path.name)",
+    "glue/cann9_1/trainer.py Checkpoints._save_aside: written.rmdir()",
+    "glue/cann9_1/trainer.py Checkpoints._save_aside: (partial / checkpoints.TRACKER).unlink()",
     "weights/checkpoints.py latest: shutil.rmtree(path, ignore_errors=True)",
     "weights/checkpoints.py commit: final.rename(replaced)",
     "weights/checkpoints.py commit: source.rename(final)",
@@ -242,6 +243,7 @@ WRITTEN = {
     "(Path(environment['DRY_RUN_PATH']) / 'env_of_script').symlink_to(_system('true'))",
     "process/progress.py answer_for: open(f'{path}.{processes}', 'ab')",
     "process/progress.py sign: open(path, 'ab', buffering=0)",
+    "process/save_by.py write: new.write_text(f'{by!r} {int(stop)}')",
     # of the kernel
     "launch/warm_start.py client: open('/proc/self/comm', 'w')",
     "lint/confine.py _Judge.__init__: os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)",

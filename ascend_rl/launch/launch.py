@@ -44,6 +44,7 @@ from ascend_rl.launch.launch_plan import (
 from ascend_rl.launch.registry import describe, launches, leftovers, registered, stop_command
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 from ascend_rl.launch.supervise import Ending, supervise
+from ascend_rl.launch.time_limit import EXIT_RESUMES, TimeLimit
 from ascend_rl.process import counts
 from ascend_rl.process.logs import set_aside
 from ascend_rl.process.ports import free_port
@@ -203,7 +204,7 @@ def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
             else:
                 code, again = together(plan, directory, restarts)
         finally:
-            if code:
+            if code not in (0, EXIT_RESUMES):
                 keep_ray_logs(plan, directory)
     return code, again
 
@@ -280,7 +281,7 @@ def preflight(plan: Plan) -> None:
 def alone(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool]:
     """Run on this node only."""
     endings: list[Ending] = []
-    code = supervised(plan, directory, [plan.address], leaving=endings.append)
+    code = supervised(plan, directory, [plan.address], plan.limit(), leaving=endings.append)
     return code, decide(plan, restarts, endings[0])
 
 
@@ -332,9 +333,11 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
             addresses = side.gather(plan.nodes, deadline_s, lambda text: log(plan, text))
         else:
             addresses = side.join(deadline_s, lambda text: log(plan, text))
+        limit = plan.limit()
+        side.share(limit)
         ours.close()
         why = f"(its log there: {plan.log_file})"
-        code = supervised(plan, directory, addresses, side.ended, leaving)
+        code = supervised(plan, directory, addresses, limit, side.ended, leaving)
     except (RendezvousError, Stopped) as error:
         code, why = error.status, f"({error})"
         link = None if plan.role == "head" or isinstance(error, Stopped) else side.link
@@ -354,7 +357,12 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
 
 
 def supervised(
-    plan: Plan, directory: Path, addresses: list[str], ended=lambda: None, leaving=lambda ending: None
+    plan: Plan,
+    directory: Path,
+    addresses: list[str],
+    limit: TimeLimit,
+    ended=lambda: None,
+    leaving=lambda ending: None,
 ) -> int:
     """Run launch_node to its end, or to that of another node; the head tells the others at once."""
     is_head = plan.role == "head"
@@ -374,7 +382,7 @@ def supervised(
     command = ["bash", "-c", INSIDE, "bash", str(ROOT), plan.env_script, json.dumps(job)]
     if not is_head:
         title = "" if plan.on("VERBOSE") else f"working for {plan.head}"
-        return supervise(command, plan.log_file, title=title, ended=ended, leaving=leaving)
+        return supervise(command, plan.log_file, title=title, ended=ended, leaving=leaving, limit=limit)
     return supervise(
         command,
         plan.log_file,
@@ -386,6 +394,7 @@ def supervised(
         ended,
         leaving,
         gate(plan.settings["GAP_LIMIT"], plan.output_dir, lambda text: log(plan, text)),
+        limit,
     )
 
 

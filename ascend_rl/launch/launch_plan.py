@@ -15,15 +15,18 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import json
+import math
 import os
 import secrets
 import shlex
 import socket
 import stat
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ascend_rl.launch.time_limit import TimeLimit, moment
 from ascend_rl.process.ports import free_port
 from ascend_rl.settings import claim
 from ascend_rl.settings.switch import CannotWork, switched_on
@@ -58,9 +61,11 @@ SETTINGS = dict.fromkeys(
         "GAP_LIMIT",
         "SKIP_PREFLIGHT",
         "SKIP_REPORT",
+        "SAVE_BY",
     ),
     "",
 ) | {
+    "SAVE_GRACE_S": "0",
     "DASHBOARD_HOST": "127.0.0.1",
     "NODES_DEADLINE_S": "1800",
     "RAY_DEADLINE_S": "900",
@@ -120,6 +125,7 @@ class Plan:
     token: str
     kind: str = claim.RUN  # of OUTPUT_DIR, see settings/claim.py
     check: bool = False  # run launch/check.py in place of the script
+    save_by: float = math.inf  # seconds since 1970
 
     @property
     def log_file(self) -> Path:
@@ -130,6 +136,11 @@ class Plan:
 
     def on(self, name: str) -> bool:
         return switched_on(name, self.settings)
+
+    def limit(self) -> TimeLimit:
+        """Of one start; SAVE_BY counts from the launch, also after restarts, and is the head's."""
+        head = self.role == "head"
+        return TimeLimit(self.save_by if head else math.inf, self.seconds("SAVE_GRACE_S"), head)
 
     def environment(self) -> dict[str, str]:
         """Variables for everything that is started; those the user has set are kept."""
@@ -263,7 +274,7 @@ def make_plan(
     if env_script and not Path(env_script).is_file():
         raise CannotWork(f"environment script '{env_script}' not found")
     for name in SETTINGS:
-        if name.endswith("_DEADLINE_S") and not settings[name].replace(".", "", 1).isdigit():
+        if name.endswith(("_DEADLINE_S", "_GRACE_S")) and not settings[name].replace(".", "", 1).isdigit():
             raise CannotWork(f"{name} must be seconds, it is '{settings[name]}'")
     for name in SWITCHES:
         switched_on(name, settings)
@@ -316,6 +327,7 @@ def make_plan(
         token=token,
         kind=kind,
         check=check,
+        save_by=moment(settings["SAVE_BY"], time.time()),
     )
 
 

@@ -113,14 +113,17 @@ def stop(run: str) -> int:
         return 1
     for _, entry, alive in found:
         print("stopping", describe(entry))
-        if alive and born(entry["pid"]) == entry["born"]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(entry["pid"], signal.SIGTERM)
-        elif alive:
+        if alive and born(entry["pid"]) != entry["born"]:
             print("ERROR: its launcher is in another container: stop it there", file=sys.stderr)
             return 1
-    until = time.monotonic() + STOP_PATIENCE_S
+    until, again = time.monotonic() + STOP_PATIENCE_S, 0.0
     while any(alive and (directory / "launch.json").exists() for directory, _, alive in found):
+        if time.monotonic() > again:  # the first one may leave it a grace time
+            again = time.monotonic() + 1
+            for entry in [entry for _, entry, alive in found if alive]:
+                with contextlib.suppress(ProcessLookupError):
+                    if born(entry["pid"]) == entry["born"]:
+                        os.kill(entry["pid"], signal.SIGTERM)
         if time.monotonic() > until:
             print(f"ERROR: still there after {STOP_PATIENCE_S:g} s; see its log", file=sys.stderr)
             return 1

@@ -10,9 +10,10 @@ interface, each worker connects, and the connection stays open until the end.
   cluster is full, or the head's judge finds anything else.
 - A closed connection, or `silence_s` without a sign of life (a pulled cable, a frozen machine), is an end.
 - The end carries an exit status, in both directions, and whether it is final or the node restarts.
+- A time limit (time_limit.py) goes in both directions too, as the seconds that are left: clocks may differ.
 
-Messages are JSON objects, one a line. Costs two threads a connection. Standard library only; used by
-launch.py, tested in tests/test_rendezvous.py, and between hosts in tests/test_launcher.py.
+Messages are JSON objects, one a line. Costs two threads a connection. Used by launch.py, tested in
+tests/test_rendezvous.py, and between hosts in tests/test_launcher.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+
+from ascend_rl.launch.time_limit import TimeLimit
 
 LONGEST_MESSAGE = 1 << 18
 HANDSHAKE_S = 60.0  # in which a worker answers what the head asks
@@ -54,10 +57,16 @@ class Link:
         self.ended: tuple[int, str] | None = None  # the other side's exit status, and why
         self.final = True  # of an end: whether the other side will not restart
         self.lost = ""  # why the other side cannot be heard any more
+        self.limited: Callable[[float, bool], None] = lambda by, stop: None  # is told the other side's limit
 
     def send(self, **message) -> None:
         with self.lock:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def limit(self, by: float, stop: bool) -> None:
+        """Tell the other side a time limit; see TimeLimit.shorten."""
+        with contextlib.suppress(OSError):  # then the run ends
+            self.send(left_s=by - time.time(), stop=stop)
 
     def receive(self) -> dict:
         """The next message.
@@ -92,10 +101,12 @@ class Link:
                 message = self.receive()
                 if "go" in message:
                     self.go = message["go"]
+                if "left_s" in message:
+                    self.limited(time.time() + float(message["left_s"]), bool(message["stop"]))
                 if "end" in message:
                     self.final = bool(message.get("final", True))
                     self.ended = (int(message["end"]), str(message.get("why", "")))
-        except (ConnectionError, ValueError, TypeError) as error:
+        except (ConnectionError, ValueError, TypeError, KeyError) as error:
             self.lost = str(error)
 
     def _beat(self, every_s: float) -> None:
@@ -278,6 +289,16 @@ class Head:
                 return 1, f"{who} is lost: {link.lost}"
         return None
 
+    def share(self, limit: TimeLimit) -> None:
+        """Keep the limit of the run and that of all its nodes the same."""
+        for _, link in self.running.values():
+            link.limited = limit.shorten
+        limit.tell = self._limit
+
+    def _limit(self, by: float, stop: bool) -> None:
+        for _, link in self.running.values():
+            link.limit(by, stop)
+
     def final(self) -> bool:
         """Whether a node was stopped by its user, and not by a failure."""
         return any(link.ended and link.final for _, link in self.running.values())
@@ -388,6 +409,10 @@ class Worker:
         if self.link.lost:
             return 1, f"the head {self.head[0]} is lost: {self.link.lost}"
         return None
+
+    def share(self, limit: TimeLimit) -> None:
+        """Take the head's limit, and ask the head for an earlier one."""
+        self.link.limited, limit.tell = limit.shorten, self.link.limit
 
     def final(self) -> bool:
         """Whether the head has ended for good; a head that is lost may come again."""

@@ -41,6 +41,7 @@ class Metrics:
         self.path, self.position, self.rest = path, 0, b""
         self.steps: deque[dict] = deque(maxlen=LATEST)
         self.first: dict | None = None  # training step of this start
+        self.step = self.saved = 0  # the last one, and the last one that was saved
 
     def read(self) -> None:
         """Take what is new; a missing file and cut or foreign lines are no errors."""
@@ -54,10 +55,13 @@ class Metrics:
         *lines, self.rest = (self.rest + new).split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                row = json.loads(line)["data"]
+                record = json.loads(line)
+                row = record["data"]
                 if REWARD in row:  # no validation alone
                     self.first = self.first or row
                     self.steps.append(row)
+                    self.step = int(record["step"])
+                    self.saved = self.step if "timing_s/save_checkpoint" in row else self.saved
 
     def step_s(self) -> float | None:
         """The median time of the last steps, without the first, which warms up, if there are others."""

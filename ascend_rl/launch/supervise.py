@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import math
 import os
 import re
 import shutil
@@ -36,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ascend_rl.launch.status_line import Line, Metrics, clock, state, unless_gone
+from ascend_rl.launch.time_limit import EXIT_RESUMES, TimeLimit
 from ascend_rl.process.logs import LogFile
 from ascend_rl.process.progress import FILE, VLLM, answered_for
 from ascend_rl.rollout.rollout_progress import TERMINAL
@@ -264,6 +266,16 @@ class Output:
                 self.began, self.progressed = True, time.monotonic()
             self.keep(text)
 
+    def say(self, text: str) -> None:
+        """A line of the supervisor's own."""
+        text = f"[{time.strftime('%H:%M:%S')}] {text}"
+        self.log.write(f"{text}\n".encode())
+        if self.line is not None:
+            self.line.say(text)
+        else:
+            with unless_gone(2):
+                print(text, file=sys.stderr, flush=True)
+
     def keep(self, text: str) -> None:
         """A line that may say why the run fails, or is for the user."""
         if NO_NPU_ENDS in text:
@@ -275,6 +287,18 @@ class Output:
                 self.reason = found[1][:300]
             if self.line is not None and (said := OURS.match(text)):
                 self.line.say(said[1][:300])
+
+    def ended_early(self) -> bool:
+        """Whether the trainer has ended the run before its last step, as it does for a time limit."""
+        self.metrics.read()
+        return 0 < self.metrics.step < self.total
+
+    def resumes(self, what: str) -> tuple[int, str]:
+        """The exit code of a run that ``what`` ended, and a sentence."""
+        self.metrics.read()
+        if saved := self.metrics.saved:
+            return EXIT_RESUMES, f"{what} ended it; saved at step {saved}: the same command resumes"
+        return EXIT_DEADLINE, f"{what} ended it, and this start has saved no step"
 
     def refresh(self, last: bool = False) -> None:
         """Read the metrics and draw."""
@@ -303,6 +327,7 @@ def supervise(
     ended: Callable[[], tuple[int, str] | None] = lambda: None,
     leaving: Callable[[Ending], None] = lambda ending: None,
     gate: Callable[[dict], str] = lambda first_step: "",
+    limit: TimeLimit | None = None,
 ) -> int:
     """Run ``command`` as described above.
 
@@ -317,10 +342,11 @@ def supervise(
         ended: asked four times a second; a status and a sentence end the run.
         leaving: told how the run ended, before what is left of it is stopped.
         gate: given the metrics of the first training step; a sentence ends the run.
+        limit: by when the run must have ended.
 
     Returns:
-        The command's exit code, or the status of ``ended``; 124 for a deadline, 1 for a death, 127 for no
-        such command, 128 + the number of a signal.
+        The command's exit code, or the status of ``ended``; 124 for a deadline, 75 if ``limit`` ended the run
+        and it has saved a step, 1 for a death, 127 for no such command, 128 + the number of a signal.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -330,6 +356,7 @@ def supervise(
             signal.signal(number, lambda number, frame: caught.append(number))
 
     began_s = time.monotonic()
+    limit = limit or TimeLimit()
     log.parent.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.mkdtemp(prefix="ascend-rl-")  # short: paths of Unix sockets end at 107 bytes
     statuses: dict[int, int] = {}
@@ -342,6 +369,7 @@ def supervise(
     signs = Path(temporary, "progress")
     signs.touch()
     sign = signs.stat().st_mtime_ns
+    limit.attach(str(signs))
     reader = None
     code, final, judged = 1, False, False
     try:
@@ -366,6 +394,9 @@ def supervise(
             if child.pid in statuses:
                 code = statuses[child.pid]
                 code = 128 - code if code < 0 else code
+                if not code and limit.by < math.inf and output.ended_early():
+                    code, why = output.resumes("the time limit")
+                    final = True
                 break
             now = time.monotonic()
             with contextlib.suppress(OSError):
@@ -379,12 +410,18 @@ def supervise(
             died = (died or (now, gone[0])) if gone else None  # one look may miss a living process
             new = {pid: name for pid, name in alive.items() if pid not in seen and name.startswith(essential)}
             seen |= {pid: name for pid, name in new.items() if not is_fork(pid, name)}
+            if caught == [signal.SIGTERM] and limit.term():
+                caught.clear()
+                output.say(f"SIGTERM: {limit.grace_s:g} s to save and end")
             if caught:
                 code, why = 128 + caught[0], f"stopped by {signal.Signals(caught[0]).name}"
             elif died and now - died[0] > DEATH_GRACE_S:
                 code, why = 1, f"{died[1]} and the run did not end by itself"
             elif elsewhere := ended():
                 code, why = elsewhere
+            elif limit.passed():
+                code, why = output.resumes(f"the time limit, in step {output.step + 1}")
+                final = True
             elif deadline_s and now - began_s > deadline_s:
                 code, why, final = EXIT_DEADLINE, f"not finished after {deadline_s:g} s", True
             elif not output.began and start_s and now - began_s > start_s:
@@ -410,13 +447,14 @@ def supervise(
         shutil.rmtree(temporary, ignore_errors=True)
         shm.remove_orphans()
     with unless_gone(2):
-        if code and title and not caught and output.tail:
+        if code and code != EXIT_RESUMES and title and not caught and output.tail:
             print("\nThe last lines of its output:\n  " + "\n  ".join(output.tail) + "\n", file=sys.stderr)
         if code:
             reason = f": {output.reason}" if output.reason and title else ""
             why = why or f"{command[0]} ended with status {code}{reason}"
             end = "\n" if "\n" in why else ". "
-            print(f"ERROR: {why}{end}The log is {log}", file=sys.stderr)
+            mark = "" if code == EXIT_RESUMES else "ERROR: "
+            print(f"{mark}{why}{end}The log is {log}", file=sys.stderr)
     return code
 
 

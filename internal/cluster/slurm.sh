@@ -11,11 +11,13 @@
 # Duration: that of TRAIN_SCRIPT
 #
 # Slurm gives the nodes (SLURM_JOB_NODELIST, the first is the head) and each task's number (SLURM_NODEID, as RANK). A new
-# token is made for each job unless CLUSTER_TOKEN_FILE names one. Two minutes before --time ends, Slurm sends SIGTERM: the
-# run stops on all nodes. A job that Slurm starts again after a lost node continues from the last checkpoint.
+# token is made for each job unless CLUSTER_TOKEN_FILE names one. Three minutes before --time ends, the run has saved and
+# ended (SAVE_BY), and the job goes back into the queue to continue; so it does after a lost node. What still runs a minute
+# later gets SIGTERM from Slurm and stops.
 #
 # Variables: CLUSTER_TOKEN_DIR (HOME; all nodes must share it), CLUSTER_TOKEN_FILE, SRUN_ARGS (more arguments for srun,
-#            such as those that choose a container image), and those of ray_start_npu.sh
+#            such as those that choose a container image), REQUEUE=0 (end when the time is up), and those of
+#            ray_start_npu.sh
 
 #SBATCH --job-name=ascend_rl
 #SBATCH --nodes=2
@@ -52,6 +54,12 @@ read -ra more <<<"${SRUN_ARGS:-}"
 # The launchers end each other, and the head restarts without a node that is lost (RESTARTS): srun must not end all when
 # one ends. As it starts all at the same time, a node that is not there soon will not come.
 export NODES_DEADLINE_S="${NODES_DEADLINE_S:-300}"
+# Slurm 22.05 and later say when the job ends. Processes need up to 45 s to end after the time for the last save.
+if [ -n "${SLURM_JOB_END_TIME:-}" ]; then export SAVE_BY="${SAVE_BY:-@$((SLURM_JOB_END_TIME - 180))}"; fi
+status=0
 # shellcheck disable=SC2016
 srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 "${more[@]}" \
-    bash -c 'RANK="$SLURM_NODEID" exec bash ray_start_npu.sh "$@"' bash "$@"
+    bash -c 'RANK="$SLURM_NODEID" exec bash ray_start_npu.sh "$@"' bash "$@" || status=$?
+# 75: the time is up, and a step was saved since the start.
+if [ "$status" = 75 ] && [ "${REQUEUE:-1}" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from runs import PATIENCE_S, nothing_left_of, stopped_and_resumed
 
 from ascend_rl.glue.cann9_1.options import MANAGER
 from ascend_rl.rollout.prompt_memory import FILE, PromptMemory
@@ -53,6 +54,7 @@ def make(root: Path, step: int = 0, dies: bool = False):
     trainer.saved = saved
     trainer.train_dataloader, trainer.use_critic = StatefulDataLoader([0]), False
     trainer.trainer_mode, trainer.global_steps = "sync", step
+    trainer.on_train_begin()
     return trainer
 
 
@@ -75,6 +77,12 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path):
     assert (resumed.global_steps, resumed.resumed) == (2, str(last))
     assert resumed.loaded == [str(last / "actor")]
     assert not (tmp_path / f"global_step_3{PARTIAL}").exists()
+
+
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_a_run_that_is_stopped_saves_its_step_and_continues(tmp_path):
+    with nothing_left_of(tmp_path):
+        stopped_and_resumed(tmp_path)
 
 
 def test_without_a_checkpoint_a_run_starts_at_the_first_step(tmp_path):

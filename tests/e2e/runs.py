@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import pytest
 
 from ascend_rl.launch.supervise import SharedMemory, descendants
 
@@ -139,3 +142,32 @@ def nothing_left_of(outputs: Path):
     while left() and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not left()
+
+
+def stopped_and_resumed(folder: Path) -> None:
+    """SIGTERM after step 2 of 9, long before a save is due: the step that is being trained is saved, and the
+    same command continues after it, with the losses of a run that was not stopped."""
+    output, metrics = folder / "run", folder / "run/metrics.jsonl"
+    saving = ["trainer.save_freq=100", "trainer.resume_mode=auto", "trainer.test_freq=-1"]
+    script, given = "train_gspo_qwen3_tiny_cpu.sh", [*REPEATABLE, *saving]
+    limits = BRIEF | {"STEPS": 9, "GAP_LIMIT": 0, "SAVE_GRACE_S": PATIENCE_S}
+    whole = launch(script, folder / "whole", *given, **limits, SAVE_BY=10 * PATIENCE_S)
+    assert finish(whole, folder / "whole") and whole.returncode == 0
+    process = launch(script, output, *given, **limits)
+    deadline = time.monotonic() + PATIENCE_S
+    while 2 not in losses(metrics):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    text = finish(process, output)
+    before = losses(metrics)
+    last = max(before)
+    assert f"saved at step {last}: the same command resumes" in text, text[-3000:]
+    saved = [path.name for path in output.glob("checkpoints/*_step_*")]
+    assert process.returncode == 75 and 3 <= last < 9 and saved == [f"global_step_{last}"]
+    process = launch(script, output, *given, **limits)
+    assert finish(process, output) and process.returncode == 0
+    after = losses(metrics)
+    assert min(after) == last + 1 and max(after) == 9
+    for step, values in losses(folder / "whole/metrics.jsonl").items():
+        assert (before | after)[step] == pytest.approx(values, rel=1e-5, abs=1e-7), step

@@ -7,7 +7,18 @@ import signal
 import time
 
 import pytest
-from runs import BRIEF, MEGATRON, PATIENCE_S, REPEATABLE, SAME, finish, launch, losses, named
+from runs import (
+    BRIEF,
+    MEGATRON,
+    PATIENCE_S,
+    REPEATABLE,
+    SAME,
+    finish,
+    launch,
+    losses,
+    named,
+    stopped_and_resumed,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
 
@@ -38,6 +49,10 @@ if os.environ.get("ALL_RECIPES") == "1":
         ],
         {"environment": "qwen3_30b_a3b_env.sh", "SMOKE": 1},
     )
+
+
+def test_stopped_and_resumed(tmp_path, nothing_left_behind):
+    stopped_and_resumed(tmp_path)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -1,4 +1,5 @@
-"""verl's V1 trainers with checkpoints that survive a kill; the synchronous one with our rollout manager."""
+"""verl's V1 trainers with checkpoints that survive a kill and are there before a time limit; the synchronous
+one with our rollout manager."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from omegaconf import open_dict
 
 from ascend_rl.glue.cann9_1.options import options, ours
 from ascend_rl.loss import old_log_prob
+from ascend_rl.process.save_by import SaveBy
 from ascend_rl.rollout import generations, server_restart
 from ascend_rl.rollout.engine_stats import step_metrics
 from ascend_rl.weights import checkpoints
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.debug import marked_timer
 
 
 class Checkpoints:
@@ -28,7 +31,27 @@ class Checkpoints:
     def save_more(self, directory: Path) -> None:
         """Save what else belongs to a checkpoint."""
 
+    def on_train_begin(self) -> None:
+        super().on_train_begin()
+        self.save_by = SaveBy()
+
+    def step(self, metrics: dict, timing_raw: dict) -> Any:
+        """verl saves after it, where that is due."""
+        batch, every = super().step(metrics, timing_raw), self.config.trainer.save_freq
+        if every > 0 and self.global_steps < self.total_training_steps:
+            due = self.global_steps % every == 0
+            if self.save_by.ends(self.global_steps, due) and not due:
+                with marked_timer("save_checkpoint", timing_raw, color="green"):
+                    self._save_checkpoint()
+            if self.save_by.over:
+                self.total_training_steps = self.global_steps
+        return batch
+
     def _save_checkpoint(self) -> None:
+        with self.save_by.saving():
+            self._save_aside()
+
+    def _save_aside(self) -> None:
         """verl writes in place, and its workers delete earlier checkpoints: here it writes aside, and all."""
         trainer, callback = self.config.trainer, self.checkpoint_callback
         if self.config.actor_rollout_ref.actor.checkpoint.get("async_save"):
