@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from ascend_rl.glue.cann9_1.options import options, ours
 from ascend_rl.loss import old_log_prob
@@ -22,6 +23,25 @@ class Checkpoints:
     """Of a trainer of verl's."""
 
     resumed: str | None = None  # the checkpoint that this run continues from
+    passes: checkpoints.Passes | None = None  # over the data
+
+    def _init_dataloader(self) -> None:
+        """Count prompts, not steps: the batch size may change at a resume. verl's loader has no end."""
+        super()._init_dataloader()
+        batch = self.config.data.train_batch_size
+        self.passes = checkpoints.passes(self.config, self.train_dataloader, batch)
+        wanted = self.config.trainer.total_training_steps
+        self.total_training_steps = self.passes.last(self.passes.steps if wanted is None else wanted)
+        self.steps_per_epoch = sys.maxsize  # in `fit`; the last step is known
+        if wanted is None:
+            with open_dict(self.config):
+                for optimizer in ("actor_rollout_ref.actor.optim", "critic.optim"):
+                    if (found := OmegaConf.select(self.config, optimizer)) is not None:
+                        found.total_training_steps = self.passes.steps * self.parameter_sync_step
+
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **step: Any) -> None:
+        step["epoch"] = self.passes.after(step["global_steps"]).epoch
+        super()._compute_metrics(batch, metrics, timing_raw, **step)
 
     def save_more(self, directory: Path) -> None:
         """Save what else belongs to a checkpoint."""
@@ -32,7 +52,7 @@ class Checkpoints:
         if self.config.actor_rollout_ref.actor.checkpoint.get("async_save"):
             return super()._save_checkpoint()  # its workers end it later
         root, keep = trainer.default_local_dir, trainer.get("max_actor_ckpt_to_keep")
-        partial = Path(checkpoints.begin(root, self.global_steps))
+        partial = Path(checkpoints.begin(root, self.global_steps, self.passes))
         other = dict.fromkeys(["max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"])
         other["default_local_dir"] = str(partial)
         before = {key: trainer.get(key) for key in other}
