@@ -1,4 +1,4 @@
-"""verl's V1 trainers with checkpoints that survive a kill; the synchronous one with our rollout manager."""
+"""verl's V1 trainers with checkpoints that survive a kill, and with this project's rollout manager."""
 
 from __future__ import annotations
 
@@ -92,36 +92,29 @@ class Checkpoints:
         super()._load_checkpoint()
 
 
-class Trainer(Checkpoints, PPOTrainerSync):
-    def __init__(self, config: Any):
-        self.old_log_probs = options(config.actor_rollout_ref.rollout)["compute_old_log_prob"]
-        if not self.old_log_probs:
-            old_log_prob.check(config)
-            config.algorithm.rollout_correction = None  # whose metrics the update reports
-        super().__init__(config)
+class Managed(Checkpoints):
+    """With what the rollout manager remembers, and says of its servers."""
+
+    rollout_phase: str | None = None  # what takes as long as a rollout
+
+    def servers(self) -> Any:
+        """Those that roll out."""
+        return self.llm_server_manager
+
+    def let_servers_restart(self, manager: Any) -> None:
+        """Do so, if that is switched on."""
+        raise NotImplementedError
 
     def fit(self, agent_loop_manager: Any) -> None:
-        agent_loop_manager.take(self.llm_server_manager)
-        server_restart.attach(
-            agent_loop_manager,
-            self.checkpoint_manager,
-            functools.partial(self.actor_rollout_wg.update_weights, mode="naive"),
-        )
+        agent_loop_manager.take(self.servers())
+        self.let_servers_restart(agent_loop_manager)
         if agent_loop_manager.memory and self.resumed:
             agent_loop_manager.memory.load(self.resumed)
         super().fit(agent_loop_manager)
 
-    # Around a rollout.
-
-    def prepare_step(self) -> dict:
+    def begin_step(self) -> None:
         samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         self.agent_loop_manager.begin(samples, f"rollout {self.global_steps}")
-        self.drawn = self.config.data.train_batch_size
-        return super().prepare_step()
-
-    def on_sample_end(self) -> None:
-        self.timing_raw |= self.agent_loop_manager.end()
-        super().on_sample_end()
 
     def on_validate_begin(self) -> None:
         super().on_validate_begin()
@@ -142,6 +135,47 @@ class Trainer(Checkpoints, PPOTrainerSync):
             return batch, metrics
 
         buffer.sample = sample_and_learn
+        return buffer
+
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **step: Any) -> None:
+        epochs = self.config.actor_rollout_ref.actor.ppo_epochs
+        metrics.update(step_metrics(timing_raw, metrics, epochs, self.rollout_phase))
+        super()._compute_metrics(batch, metrics, timing_raw, **step)
+
+    def save_more(self, directory: Path) -> None:
+        if self.agent_loop_manager.memory:
+            self.agent_loop_manager.memory.save(directory)
+
+
+class Trainer(Managed, PPOTrainerSync):
+    rollout_phase = "gen"
+
+    def __init__(self, config: Any):
+        self.old_log_probs = options(config.actor_rollout_ref.rollout)["compute_old_log_prob"]
+        if not self.old_log_probs:
+            old_log_prob.check(config)
+            config.algorithm.rollout_correction = None  # whose metrics the update reports
+        super().__init__(config)
+
+    def let_servers_restart(self, manager: Any) -> None:
+        update = functools.partial(self.actor_rollout_wg.update_weights, mode="naive")
+        server_restart.attach(manager, self.checkpoint_manager, update)
+
+    # Around a rollout.
+
+    def prepare_step(self) -> dict:
+        self.begin_step()
+        self.drawn = self.config.data.train_batch_size
+        return super().prepare_step()
+
+    def on_sample_end(self) -> None:
+        self.timing_raw |= self.agent_loop_manager.end()
+        super().on_sample_end()
+
+    # Dynamic sampling.
+
+    def _build_replay_buffer(self) -> Any:
+        buffer = super()._build_replay_buffer()
         groups = self.config.algorithm.get("filter_groups") or {}
         if groups.get("enable") and groups.get("max_num_gen_batches", 0) > 0:  # verl's buffer has no limit
             buffer.refill_fn = self._within(groups.max_num_gen_batches, buffer.refill_fn)
@@ -163,10 +197,6 @@ class Trainer(Checkpoints, PPOTrainerSync):
 
         return draw_some
 
-    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **step: Any) -> None:
-        metrics.update(step_metrics(timing_raw, metrics, self.config.actor_rollout_ref.actor.ppo_epochs))
-        super()._compute_metrics(batch, metrics, timing_raw, **step)
-
     # Without the pass for old log-probs.
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
@@ -177,10 +207,6 @@ class Trainer(Checkpoints, PPOTrainerSync):
         for name in [name for name in metrics if name.startswith(("actor/rollout_corr/", "actor/hdp/"))]:
             metrics[name.removeprefix("actor/")] = metrics.pop(name)
         return batch
-
-    def save_more(self, directory: Path) -> None:
-        if self.agent_loop_manager.memory:
-            self.agent_loop_manager.memory.save(directory)
 
 
 def choose(config: Any) -> PPOTrainerSync:
