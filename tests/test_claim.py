@@ -284,7 +284,7 @@ WRITTEN = {
     "weights/journal.py Output.add_file: os.open(self.partial / name, os.O_RDWR | os.O_CREAT, 420)",
     # in a checkpoint that is being saved, .partial
     "glue/rollout_manager.py save: memory.save(checkpoint)",
-    "glue/cann9_1/trainer.py Trainer.save_more: self.agent_loop_manager.memory.save(directory)",
+    "glue/cann9_1/trainer.py Managed.save_more: self.agent_loop_manager.memory.save(directory)",
     "rollout/prompt_memory.py PromptMemory.save: np.savez(Path(directory, FILE), **saved)",
     "weights/checkpoints.py begin: (partial / POSITION).write_text(json.dumps(asdict(passes.after(step))))",
     # KV of moved requests, in directories of the servers

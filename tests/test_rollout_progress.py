@@ -62,6 +62,37 @@ def test_counts_are_those_of_the_requests_at_every_moment():
     assert not any(requests.counts().values())
 
 
+def test_a_reset_counts_only_what_comes_after_it():
+    """Of asynchronous training: requests live on from one step to the next; the engine knows their tokens."""
+    requests, state = rollout_progress.Requests(), SimpleNamespace()
+    state.detokenizer = SimpleNamespace(output_token_ids=[0] * 7)
+    engine = SimpleNamespace(output_processor=SimpleNamespace(request_states={"one": state}))
+
+    ended = asyncio.Event()
+
+    async def at_the_end():
+        await ended.wait()
+        yield output(10, "stop")
+
+    async def consume() -> None:
+        async for _ in requests.watch(at_the_end()):
+            pass
+
+    async def scene() -> None:
+        request = asyncio.create_task(consume())
+        await asyncio.sleep(0)
+        requests.reset(engine)
+        assert requests.counts(engine)["tokens"] == 0
+        state.detokenizer.output_token_ids.append(0)
+        assert requests.counts(engine)["tokens"] == 1
+        engine.output_processor.request_states.clear()
+        ended.set()
+        await request
+        assert requests.counts(engine)["tokens"] == 3 and requests.counts(engine)["done"] == 1
+
+    asyncio.run(scene())
+
+
 def test_waiting_is_without_a_token_and_a_cancelled_request_is_gone():
     requests = rollout_progress.Requests()
 

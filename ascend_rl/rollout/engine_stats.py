@@ -153,7 +153,10 @@ async def of_rollout(manager: Any) -> dict[str, float]:
 
 
 def step_metrics(
-    timing: MutableMapping[str, float], metrics: MutableMapping[str, float], epochs: int = 1
+    timing: MutableMapping[str, float],
+    metrics: MutableMapping[str, float],
+    epochs: int = 1,
+    rollout: str | None = "gen",
 ) -> dict[str, float]:
     """The metrics of a step: what `of_rollout` left in ``timing``, which are no times, and MFU by phase.
 
@@ -164,6 +167,7 @@ def step_metrics(
         timing: seconds by phase; gives up its counts.
         metrics: of verl; for ``perf/mfu/actor``.
         epochs: how often an update sees a token.
+        rollout: the phase in ``timing`` that is the rollout; None where no phase is.
 
     >>> timing = {"rollout/drafted": 8, "rollout/accepted": 6, "gen": 50.0, "update_actor": 30.0}
     >>> step_metrics(timing, {"perf/mfu/actor": 0.3})
@@ -175,7 +179,7 @@ def step_metrics(
         if all_of:
             found[share] = parts / all_of
     forward_s = metrics.get(MFU_UPDATE, 0) * timing.get("update_actor", 0) * FORWARD / epochs
-    for name, phase in ((MFU_ROLLOUT, "gen"), (MFU_LOG_PROBS, "old_log_prob")):
+    for name, phase in ((MFU_ROLLOUT, rollout), (MFU_LOG_PROBS, "old_log_prob")):
         if forward_s and timing.get(phase) and not metrics.get(name):  # verl's own may say 0: unknown
             found[name] = forward_s / timing[phase]
     return found

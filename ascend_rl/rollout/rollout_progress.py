@@ -45,8 +45,10 @@ class Requests:
         self._live: dict[object, int] = {}  # tokens so far
         self.reset()
 
-    def reset(self) -> None:
-        self.done = self.tokens = self.longest = 0
+    def reset(self, engine: Any = None) -> None:
+        """Start at zero, also for the tokens that live requests have already; engine: see `counts`."""
+        self.done = self.tokens = self.longest = self.before = 0
+        self.before = self.counts(engine)["tokens"]
 
     async def watch(self, outputs: AsyncIterator) -> AsyncIterator:
         """Pass on a request's cumulative outputs (vLLM's RequestOutput), counting them."""
@@ -80,7 +82,7 @@ class Requests:
             "done": self.done,
             "running": running,
             "waiting": max(0, len(seen) - running),
-            "tokens": self.tokens - sum(seen) + sum(now),
+            "tokens": self.tokens - sum(seen) + sum(now) - self.before,
             "longest": max([self.longest, *now]),
             **(stats.live() if stats else {}),
         }

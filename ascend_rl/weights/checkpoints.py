@@ -298,12 +298,13 @@ class Passes:
         return 0 if self.endless else self.start.epoch
 
 
-def passes(config: Any, loader: Any) -> Passes:
+def passes(config: Any, loader: Any, batch: int | None = None) -> Passes:
     """Of the run that resumes from the checkpoint that ``config`` names, or begins.
 
     Args:
         config: verl's whole configuration.
-        loader: verl's dataloader of whole batches.
+        loader: verl's dataloader.
+        batch: prompts of a step; by default those that the loader gives at once.
 
     Raises:
         CannotWork: there is no place for checkpoints, or the data has fewer prompts than were consumed.
@@ -314,7 +315,7 @@ def passes(config: Any, loader: Any) -> Passes:
     found = latest(str(root))
     if trainer.resume_mode != "auto":
         found = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
-    batch, prompts = loader.batch_size, len(loader.sampler)
+    batch, prompts = batch or loader.batch_size, len(loader.sampler)
     start = position(Path(found), batch, prompts) if found else Position()
     filtered = bool((config.algorithm.get("filter_groups") or {}).get("enable"))
     reason = (

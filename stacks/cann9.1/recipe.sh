@@ -12,8 +12,6 @@ GONE+="|+$OVERRIDE.pipeline_num_transformer_layers"
 # verl keeps this dictionary for others.
 CUSTOM=+actor_rollout_ref.rollout.custom
 MANAGER=ascend_rl.glue.cann9_1.rollout_manager.RolloutManager
-ASYNC_MANAGER=ascend_rl.glue.cann9_1.async_trainer.AsyncManager
-
 
 # verl 0.9.1 loads Hugging Face weights through mbridge.
 MISSING="actor_rollout_ref.actor.megatron.use_mbridge=False"
@@ -51,7 +49,6 @@ stack() {
         MISSING+="|+$OVERRIDE.moe_alltoall_overlap_comm|+$OVERRIDE.moe_zero_memory"
     fi
     translate "${ARGS[@]}"
-    if [ "$(setting trainer.v1.trainer_mode)" = separate_async ]; then MANAGER="$ASYNC_MANAGER"; fi
     ARGS=("${kept[@]}" "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=$MANAGER")
     translate "${OVERRIDES[@]}"
     OVERRIDES=("${kept[@]}")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,21 +18,32 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from wheels import sites, wheels_file
 
-from ascend_rl.glue.cann9_1.options import ASYNC_MANAGER, options
+from ascend_rl.glue.cann9_1.options import MANAGER, options
+from ascend_rl.launch.supervise import descendants
 from ascend_rl.process.counts import VARIABLE, counted
 from ascend_rl.process.ports import free_port
+from ascend_rl.rollout import server_restart
+from ascend_rl.rollout.prompt_memory import PromptMemory
 from ascend_rl.rollout.separate_async import check
 from ascend_rl.settings import stack
-from ascend_rl.settings.metrics import FRESH, GAP_MAX
+from ascend_rl.settings.metrics import FRESH, GAP_MAX, GRAPH_SHARE, MFU_ROLLOUT, REQUESTS, USAGE
 from ascend_rl.settings.switch import CannotWork
 
-SEATS = "actor_rollout_ref.rollout.max_num_seqs=2", "actor_rollout_ref.rollout.cudagraph_capture_sizes=[2]"
-RECIPES = {  # name: (environment, overrides); with two seats, responses are unfinished when new weights come
-    "gspo_qwen3_32b_64die_true_weight_async": ("qwen3_32b", SEATS),
-    "gspo_qwen3_30b_a3b_32die_true_weight_async": ("qwen3_30b_a3b", ()),
-}
-CASES = [*RECIPES] if os.environ.get("ALL_RECIPES") == "1" else [*RECIPES][:1]
 V1, CUSTOM = "trainer.v1", "+actor_rollout_ref.rollout.custom"
+GSPO_32B = "gspo_qwen3_32b_64die_true_weight_async"
+RECIPES = {GSPO_32B: "qwen3_32b", "gspo_qwen3_30b_a3b_32die_true_weight_async": "qwen3_30b_a3b"}
+DRAWN = f"{CUSTOM}.use_tqdm=True"
+TP1 = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+TWO_SEATS = (
+    "actor_rollout_ref.rollout.max_num_seqs=2",
+    "actor_rollout_ref.rollout.cudagraph_capture_sizes=[2]",
+)
+CASES = {  # name: (recipe, overrides); with two seats, responses are unfinished when new weights come
+    "a server dies": (GSPO_32B, [TP1, DRAWN]),
+    "two seats": (GSPO_32B, TWO_SEATS),
+    "experts": ([*RECIPES][1], []),
+}
+RUN = [*CASES] if os.environ.get("ALL_RECIPES") == "1" else ["a server dies"]
 REFUSED = {
     f"{V1}.sampler.max_off_policy_threshold=1": "num_warmup_batches=1 batches ahead: use at least 1 + 1",
     f"{V1}.separate_async.num_warmup_batches=1.5": "use 1, or the strategy drop",
@@ -109,7 +124,7 @@ def test_a_run_with_the_manager_has_the_trainer(monkeypatch):
         (trainer_separate_async, "PPOTrainerSeparateAsync"),
     ):
         monkeypatch.setattr(module, name, lambda config, name=name: made.append(name))
-    for given in (ASYNC_MANAGER, None):
+    for given in (MANAGER, None):
         config = {"actor_rollout_ref": {"rollout": {"agent": {"agent_loop_manager_class": given}}}}
         get_trainer_cls("separate_async")(OmegaConf.create(config))
     assert made == ["AsyncTrainer", "PPOTrainerSeparateAsync"]
@@ -175,6 +190,7 @@ def made(monkeypatch, queue: dict, **config):
     monkeypatch.setattr(async_trainer.tq, "kv_list", lambda partition: {partition: queue})
     trainer = async_trainer.AsyncTrainer.__new__(async_trainer.AsyncTrainer)
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": config}}})
+    trainer.timing_raw, trainer.agent_loop_manager = {}, SimpleNamespace(end=dict, restarts=None)
     trainer.global_steps = 3
     return trainer
 
@@ -211,6 +227,17 @@ def test_responses_that_end_while_the_trainer_computes_are_counted(monkeypatch, 
     assert counted(tmp_path / "counts")["async"] == 2  # 2 to 3, and 4 to 5; 1 to 2 and 3 to 4 were waited for
 
 
+def test_a_resumed_run_learns_what_it_has_asked_for():
+    """Prompts are known until they are answered, over steps; the queue of a checkpoint has other answers."""
+    from ascend_rl.glue.cann9_1.rollout_manager import RolloutManager
+
+    manager = RolloutManager.__new__(RolloutManager)
+    manager.memory, manager.key_of = PromptMemory(), {"a": "its key", "later": "another"}
+    tag = {"prompt_len": 3, "seq_len": 10}
+    manager.learn(SimpleNamespace(keys=["a_0", "a_1", "b_0"], tags=[tag] * 3, partition_id="train"))
+    assert list(manager.memory.lengths) == ["its key"] and manager.key_of == {"later": "another"}
+
+
 @pytest.mark.parametrize("partial", [True, False])
 def test_without_partial_rollout_a_step_ends_when_all_prompts_are_answered(monkeypatch, partial):
     from verl.trainer.ppo.v1 import replay_buffer
@@ -225,7 +252,6 @@ def test_without_partial_rollout_a_step_ends_when_all_prompts_are_answered(monke
         replay_buffer.tq, "kv_list", lambda: looks.append(1) or {"train": {"uid": states[len(looks) - 1]}}
     )
     monkeypatch.setattr(PPOTrainerSeparateAsync, "on_step_end", lambda self: None)
-    trainer.timing_raw = {}
     trainer.replay_buffer = replay_buffer.ReplayBufferAsync(
         "separate_async", None, 2, "wait", {}, poll_interval=0.01
     )
@@ -233,34 +259,63 @@ def test_without_partial_rollout_a_step_ends_when_all_prompts_are_answered(monke
     assert len(looks) == (0 if partial else 3) and ("drain" in trainer.timing_raw) == (not partial)
 
 
+def kill_a_server(run: subprocess.Popen, log: Path) -> None:
+    """One of them, with its engine, once the first step is over."""
+    while run.poll() is None and not (log.exists() and re.search(rb"Progress.* 1/3", log.read_bytes())):
+        time.sleep(0.2)
+    servers = [pid for pid, name in descendants(run.pid).items() if name.startswith("ray::Server")]
+    assert len(servers) == 2, "the run ended before its second step"
+    os.kill(servers[0], signal.SIGKILL)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", CASES)
-def test_three_steps(root, tmp_path, recipe):
+@pytest.mark.parametrize("case", RUN)
+def test_three_steps(root, tmp_path, case):
     """Half of each batch is generated while the trainer computes, and one version behind, so it differs.
 
-    The other half is fresh: with the weights that HCCL has brought, rollout and trainer are the same model.
+    The other half is fresh: with the weights that HCCL has brought, both are the same model.
+    A server that dies in the second step, whose requests the other one answers, is back in the third.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL", "VLLM"))}
     environment |= {"SMOKE": "1", "SMOKE_DTYPE": "float32", "STEPS": "3", "OUTPUT_DIR": str(tmp_path / "run")}
-    script, overrides = RECIPES[recipe]
+    recipe, overrides = CASES[case]
+    if TP1 in overrides:
+        environment["VLLM_ASCEND_ENABLE_FLASHCOMM1"] = "0"  # of several ranks
     command = [
         "bash",
         "ray_start_npu.sh",
         f"internal/train_{recipe}.sh",
-        f"internal/{script}_env.sh",
+        f"internal/{RECIPES[recipe]}_env.sh",
         *overrides,
     ]
-    result = subprocess.run(
-        command, cwd=root, env=environment | {"NUM_WARMUP_BATCHES": "0.5"}, capture_output=True, text=True,
-        timeout=900, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    log = tmp_path / "run/train.log"
+    with (tmp_path / "console").open("w") as console:
+        run = subprocess.Popen(
+            command, cwd=root, env=environment | {"NUM_WARMUP_BATCHES": "0.5"}, stdout=console, stderr=console
+        )
+        try:
+            if TP1 in overrides:
+                kill_a_server(run, log)
+            run.wait(1800)
+        finally:
+            run.terminate()
+    said = (tmp_path / "console").read_text()
+    assert run.returncode == 0, said[-6000:]
     report = json.loads((tmp_path / "run/rehearsal.json").read_text())
     assert report["gap"]["met"] is True and report["features"]["async"] > 16, report
     steps = [json.loads(line)["data"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps] == [0, 1, 1]
     spans = [step["training/off_policy/trajectory_spans/max"] for step in steps]
-    assert not overrides or max(spans) == 2, spans  # old weights began it, and new ones went on
+    assert overrides is not TWO_SEATS or max(spans) == 2, spans  # old weights began it, and new ones went on
+    for step in steps:
+        assert step[USAGE] > 0 < step[GRAPH_SHARE] and MFU_ROLLOUT not in step  # no phase is the rollout
+    assert sum(key.startswith(REQUESTS) for key in steps[-1]) == (2 if TP1 in overrides else 1)
+    if TP1 in overrides:
+        assert steps[-1][server_restart.METRIC] == 1
+        drawn = re.findall(
+            r"rollout (\d): (\d+) tokens/s, \d running, \d+ waiting, longest \d+", log.read_text()
+        )
+        assert {step for step, _ in drawn} == {"1", "2", "3"} and any(int(speed) for _, speed in drawn)
     for step in steps[1:]:
         assert step["training/off_policy/trajectory_staleness_worst/mean"] == 0.5
         assert step[FRESH] <= 1e-5 < 5e-5 < step[GAP_MAX]

@@ -4,6 +4,8 @@ verl sends a batch of prompts to the rollout at the beginning of each step, and 
 the first. A step trains the oldest ones that are answered, in `parameter_sync_step` updates, and then sends
 its weights over. Responses that are unfinished by then go on with the new weights (partial rollout). Here are
 
+    what the rollout manager does around a rollout, around each step, since a rollout has no end here; servers
+        that die restart before weights are sent
     checkpoints that a kill cannot spoil
     FRESH: the largest gap of responses that the newest weights of the rollout have generated; that of all is
         large by design, since the trainer has newer weights than stale ones had
@@ -15,37 +17,43 @@ and what would be ignored, or wrong without a word, is refused.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
-import ray
 import transfer_queue as tq
 
 from ascend_rl.glue.cann9_1.options import options
-from ascend_rl.glue.cann9_1.rollout_manager import RolloutWorker
-from ascend_rl.glue.cann9_1.trainer import Checkpoints
+from ascend_rl.glue.cann9_1.servers import AsyncClient
+from ascend_rl.glue.cann9_1.trainer import Managed
 from ascend_rl.process.counts import count
+from ascend_rl.rollout import server_restart
 from ascend_rl.rollout.separate_async import check
 from ascend_rl.settings.metrics import FRESH, GAP_MAX
-from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.utils.debug import marked_timer
 
 
-class AsyncManager(agent_loop_tq.AgentLoopManagerTQ):
-    """verl's, with one agent loop for all requests of a worker."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = ray.remote(RolloutWorker)
-
-
-class AsyncTrainer(Checkpoints, PPOTrainerSeparateAsync):
+class AsyncTrainer(Managed, PPOTrainerSeparateAsync):
     answered = 0  # responses that were there when the trainer began to compute
 
     def __init__(self, config: Any):
         check(config, options(config.actor_rollout_ref.rollout))
         super().__init__(config)
+
+    def servers(self) -> Any:
+        return self.standalone_server_manager
+
+    def get_llm_client(self) -> Any:
+        return self.servers().get_client(client_cls=AsyncClient)
+
+    def let_servers_restart(self, manager: Any) -> None:
+        if server_restart.on(manager.rollout_config):
+            manager.restarts = server_restart.Restarts(manager)
+
+    def on_step_begin(self) -> None:
+        self.begin_step()
+        super().on_step_begin()
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
         newest, tags = self.global_steps - 1, [tag for tag in batch.tags if not tag.get("is_padding")]
@@ -67,7 +75,12 @@ class AsyncTrainer(Checkpoints, PPOTrainerSeparateAsync):
         if not options(self.config.actor_rollout_ref.rollout)["partial_rollout"]:
             with marked_timer("drain", self.timing_raw):
                 self.drain()
-        super().on_step_end()
+        self.timing_raw |= self.agent_loop_manager.end()
+        with contextlib.ExitStack() as around:
+            if restarts := self.agent_loop_manager.restarts:
+                restarts.restart_dead()
+                around.enter_context(restarts.watching())  # one that hangs now would hold up the others
+            super().on_step_end()
 
     def drain(self) -> None:
         """Wait until no prompt is unanswered."""

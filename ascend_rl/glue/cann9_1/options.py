@@ -11,12 +11,11 @@ from typing import Any
 from ascend_rl.settings.switch import switched_on
 
 MANAGER = "ascend_rl.glue.cann9_1.rollout_manager.RolloutManager"
-ASYNC_MANAGER = "ascend_rl.glue.cann9_1.async_trainer.AsyncManager"  # of trainer mode separate_async
 
 
-def ours(rollout: Any, manager: str = MANAGER) -> bool:
+def ours(rollout: Any) -> bool:
     """Whether a run has this project's rollout manager (``rollout.agent.agent_loop_manager_class``)."""
-    return rollout.agent.get("agent_loop_manager_class") == manager
+    return rollout.agent.get("agent_loop_manager_class") == MANAGER
 
 
 def options(rollout: Any) -> Mapping[str, Any]:

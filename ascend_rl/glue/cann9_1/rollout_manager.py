@@ -2,7 +2,8 @@
 (glue/rollout_manager.py), by the same modules.
 
 In V1 a rollout has no call that lasts as long as it: the trainer hands prompts to the manager and then looks
-into TransferQueue until all responses are there. `Trainer` calls what is left of it:
+into TransferQueue until all responses are there. `Trainer` calls what is left of it, `AsyncTrainer` around
+each of its steps:
 
     begin     watch servers, draw the progress line, move requests       prepare_step, on_validate_begin
     generate_sequences    place samples, add earlier responses           verl's trainer
@@ -102,7 +103,7 @@ class RolloutManager(agent_loop_tq.AgentLoopManagerTQ):
         self.agent_loop_workers_class = ray.remote(RolloutWorker)
         self.options = options(self.rollout_config)
         self.timing: dict[str, float] = {}
-        self.key_of: dict[str, str] = {}  # a prompt's key by its uid in this rollout
+        self.key_of: dict[str, str] = {}  # a prompt's key by its uid, until its responses are learned
         texts = sam_history.kept((self.rollout_config.get("engine_kwargs") or {}).get("vllm") or {})
         if texts or self.options["data_rebalance"]:
             self.memory = PromptMemory(texts)
@@ -122,7 +123,6 @@ class RolloutManager(agent_loop_tq.AgentLoopManagerTQ):
         """Start what surrounds a rollout of so many requests."""
         self.end()
         self.timing.clear()
-        self.key_of.clear()
         self._run(self._begin(requests, title))
 
     async def _begin(self, requests: int, title: str) -> None:
@@ -184,13 +184,17 @@ class RolloutManager(agent_loop_tq.AgentLoopManagerTQ):
         """Remember the responses of a rollout: verl's KVBatchMeta, as it is sampled."""
         if self.memory is None:
             return
+        uids = [key.split("_")[0] for key in batch.keys]
         rows = [
-            (self.key_of[key.split("_")[0]], key, tag)
-            for key, tag in zip(batch.keys, batch.tags, strict=True)
+            (self.key_of[uid], key, tag)
+            for uid, key, tag in zip(uids, batch.keys, batch.tags, strict=True)
             if not tag.get("is_padding")
+            and uid in self.key_of  # a resumed run has answers that it never sent
         ]
+        for uid in uids:
+            self.key_of.pop(uid, None)
         texts: Sequence[Any] = ()
-        if self.memory.keep:
+        if self.memory.keep and rows:
             fields = {"partition_id": batch.partition_id, "select_fields": ["input_ids"]}
             texts = list(tq.kv_batch_get(keys=[key for _, key, _ in rows], **fields)["input_ids"].unbind())
         self.memory.take_in(

@@ -111,7 +111,7 @@ class Server(MovableRequests, vllm_async_server.vLLMHttpServer):
 
     async def rollout_progress(self, reset: bool = False) -> dict[str, float]:
         if reset:
-            self.requests.reset()
+            self.requests.reset(self.engine)
         return self.requests.counts(self.engine)
 
     async def engine_stats(self) -> dict[str, Any]:

@@ -55,6 +55,10 @@ class Client(llm_server.LLMServerClient):
         return output
 
 
+class AsyncClient(llm_server.FullyAsyncLLMServerClient, Client):
+    """verl's, which goes on with what a weight sync has interrupted, and asks as `Client` does."""
+
+
 class Servers(llm_server.LLMServerManager):
     """verl's, with `Replica` and `LoadBalancer` where a run has this project's manager."""
 

@@ -1,17 +1,18 @@
-"""verl's V1 trainers with checkpoints that survive a kill and are there before a time limit; the synchronous
-one with our rollout manager."""
+"""verl's V1 trainers with this project's rollout manager, and with checkpoints that survive a kill and are
+there before a time limit."""
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transfer_queue as tq
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from ascend_rl.glue.cann9_1.options import options, ours
 from ascend_rl.loss import old_log_prob
@@ -27,6 +28,48 @@ class Checkpoints:
     """Of a trainer of verl's."""
 
     resumed: str | None = None  # the checkpoint that this run continues from
+    passes: checkpoints.Passes | None = None  # over the data
+
+    def _init_dataloader(self) -> None:
+        """Count prompts, not steps: the batch size may change at a resume. verl's loader has no end."""
+        super()._init_dataloader()
+        batch = self.config.data.train_batch_size
+        self.passes = checkpoints.passes(self.config, self.train_dataloader, batch)
+        wanted = self.config.trainer.total_training_steps
+        self.total_training_steps = self.passes.last(self.passes.steps if wanted is None else wanted)
+        self.steps_per_epoch = sys.maxsize  # in `fit`; the last step is known
+        if wanted is None:
+            with open_dict(self.config):
+                for optimizer in ("actor_rollout_ref.actor.optim", "critic.optim"):
+                    if (found := OmegaConf.select(self.config, optimizer)) is not None:
+                        found.total_training_steps = self.passes.steps * self.parameter_sync_step
+
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **step: Any) -> None:
+        step["epoch"] = self.passes.after(step["global_steps"]).epoch
+        super()._compute_metrics(batch, metrics, timing_raw, **step)
+        self.record_generations(batch)
+
+    def record_generations(self, batch: Any) -> None:
+        real = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding")]
+
+        def columns(rows: list[int], *names: str) -> list[list[torch.Tensor]]:
+            keys = [batch.keys[real[row]] for row in rows]
+            data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(names))
+            return [data[name].unbind() for name in names]
+
+        def texts(rows: list[int]) -> list[tuple[str, str]]:
+            prompts, responses = columns(rows, "prompts", "responses")
+            decode = self.tokenizer.decode
+            return [(decode(a), decode(b)) for a, b in zip(prompts, responses, strict=True)]
+
+        [scores] = columns(list(range(len(real))), "rm_scores")
+        generations.record(
+            self.global_steps,
+            [batch.tags[row]["response_len"] for row in real],
+            [score.sum().item() for score in scores],
+            self.config.data.max_response_length,
+            texts,
+        )
 
     def save_more(self, directory: Path) -> None:
         """Save what else belongs to a checkpoint."""
@@ -57,7 +100,7 @@ class Checkpoints:
         if self.config.actor_rollout_ref.actor.checkpoint.get("async_save"):
             return super()._save_checkpoint()  # its workers end it later
         root, keep = trainer.default_local_dir, trainer.get("max_actor_ckpt_to_keep")
-        partial = Path(checkpoints.begin(root, self.global_steps))
+        partial = Path(checkpoints.begin(root, self.global_steps, self.passes))
         other = dict.fromkeys(["max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"])
         other["default_local_dir"] = str(partial)
         before = {key: trainer.get(key) for key in other}
@@ -97,62 +140,29 @@ class Checkpoints:
         super()._load_checkpoint()
 
 
-class Generations:
-    """Of a trainer of verl's: some responses of each step, to read."""
+class Managed(Checkpoints):
+    """With what the rollout manager remembers, and says of its servers."""
 
-    def record_generations(self, batch: Any) -> None:
-        real = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding")]
+    rollout_phase: str | None = None  # what takes as long as a rollout
 
-        def columns(rows: list[int], *names: str) -> list[list[torch.Tensor]]:
-            keys = [batch.keys[real[row]] for row in rows]
-            data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(names))
-            return [data[name].unbind() for name in names]
+    def servers(self) -> Any:
+        """Those that roll out."""
+        return self.llm_server_manager
 
-        def texts(rows: list[int]) -> list[tuple[str, str]]:
-            prompts, responses = columns(rows, "prompts", "responses")
-            decode = self.tokenizer.decode
-            return [(decode(a), decode(b)) for a, b in zip(prompts, responses, strict=True)]
-
-        [scores] = columns(list(range(len(real))), "rm_scores")
-        generations.record(
-            self.global_steps,
-            [batch.tags[row]["response_len"] for row in real],
-            [score.sum().item() for score in scores],
-            self.config.data.max_response_length,
-            texts,
-        )
-
-
-class Trainer(Checkpoints, Generations, PPOTrainerSync):
-    def __init__(self, config: Any):
-        self.old_log_probs = options(config.actor_rollout_ref.rollout)["compute_old_log_prob"]
-        if not self.old_log_probs:
-            old_log_prob.check(config)
-            config.algorithm.rollout_correction = None  # whose metrics the update reports
-        super().__init__(config)
+    def let_servers_restart(self, manager: Any) -> None:
+        """Do so, if that is switched on."""
+        raise NotImplementedError
 
     def fit(self, agent_loop_manager: Any) -> None:
-        agent_loop_manager.take(self.llm_server_manager)
-        server_restart.attach(
-            agent_loop_manager,
-            self.checkpoint_manager,
-            functools.partial(self.actor_rollout_wg.update_weights, mode="naive"),
-        )
+        agent_loop_manager.take(self.servers())
+        self.let_servers_restart(agent_loop_manager)
         if agent_loop_manager.memory and self.resumed:
             agent_loop_manager.memory.load(self.resumed)
         super().fit(agent_loop_manager)
 
-    # Around a rollout.
-
-    def prepare_step(self) -> dict:
+    def begin_step(self) -> None:
         samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         self.agent_loop_manager.begin(samples, f"rollout {self.global_steps}")
-        self.drawn = self.config.data.train_batch_size
-        return super().prepare_step()
-
-    def on_sample_end(self) -> None:
-        self.timing_raw |= self.agent_loop_manager.end()
-        super().on_sample_end()
 
     def on_validate_begin(self) -> None:
         super().on_validate_begin()
@@ -173,6 +183,47 @@ class Trainer(Checkpoints, Generations, PPOTrainerSync):
             return batch, metrics
 
         buffer.sample = sample_and_learn
+        return buffer
+
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **step: Any) -> None:
+        epochs = self.config.actor_rollout_ref.actor.ppo_epochs
+        metrics.update(step_metrics(timing_raw, metrics, epochs, self.rollout_phase))
+        super()._compute_metrics(batch, metrics, timing_raw, **step)
+
+    def save_more(self, directory: Path) -> None:
+        if self.agent_loop_manager.memory:
+            self.agent_loop_manager.memory.save(directory)
+
+
+class Trainer(Managed, PPOTrainerSync):
+    rollout_phase = "gen"
+
+    def __init__(self, config: Any):
+        self.old_log_probs = options(config.actor_rollout_ref.rollout)["compute_old_log_prob"]
+        if not self.old_log_probs:
+            old_log_prob.check(config)
+            config.algorithm.rollout_correction = None  # whose metrics the update reports
+        super().__init__(config)
+
+    def let_servers_restart(self, manager: Any) -> None:
+        update = functools.partial(self.actor_rollout_wg.update_weights, mode="naive")
+        server_restart.attach(manager, self.checkpoint_manager, update)
+
+    # Around a rollout.
+
+    def prepare_step(self) -> dict:
+        self.begin_step()
+        self.drawn = self.config.data.train_batch_size
+        return super().prepare_step()
+
+    def on_sample_end(self) -> None:
+        self.timing_raw |= self.agent_loop_manager.end()
+        super().on_sample_end()
+
+    # Dynamic sampling.
+
+    def _build_replay_buffer(self) -> Any:
+        buffer = super()._build_replay_buffer()
         groups = self.config.algorithm.get("filter_groups") or {}
         if groups.get("enable") and groups.get("max_num_gen_batches", 0) > 0:  # verl's buffer has no limit
             buffer.refill_fn = self._within(groups.max_num_gen_batches, buffer.refill_fn)
@@ -194,11 +245,6 @@ class Trainer(Checkpoints, Generations, PPOTrainerSync):
 
         return draw_some
 
-    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **step: Any) -> None:
-        metrics.update(step_metrics(timing_raw, metrics, self.config.actor_rollout_ref.actor.ppo_epochs))
-        super()._compute_metrics(batch, metrics, timing_raw, **step)
-        self.record_generations(batch)
-
     # Without the pass for old log-probs.
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
@@ -209,10 +255,6 @@ class Trainer(Checkpoints, Generations, PPOTrainerSync):
         for name in [name for name in metrics if name.startswith(("actor/rollout_corr/", "actor/hdp/"))]:
             metrics[name.removeprefix("actor/")] = metrics.pop(name)
         return batch
-
-    def save_more(self, directory: Path) -> None:
-        if self.agent_loop_manager.memory:
-            self.agent_loop_manager.memory.save(directory)
 
 
 def choose(config: Any) -> PPOTrainerSync:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from ascend_rl.glue.cann9_1.hooks import Hooks, first, or_stop, version_is
-from ascend_rl.glue.cann9_1.options import ASYNC_MANAGER, ours
+from ascend_rl.glue.cann9_1.options import ours
 
 hooks = Hooks()
 
@@ -85,6 +85,7 @@ def put_together(module: ModuleType) -> None:
 
 
 @hooks.after("verl.trainer.ppo.v1.trainer_base")
+@hooks.after("verl.trainer.ppo.v1.trainer_separate_async")
 def launch_servers(module: ModuleType) -> None:
     from ascend_rl.glue.cann9_1.servers import Servers
 
@@ -114,7 +115,7 @@ def choose_the_async_trainer(module: ModuleType) -> None:
             return message, given
 
     def choose(config: Any) -> Any:
-        if not ours(config.actor_rollout_ref.rollout, ASYNC_MANAGER):
+        if not ours(config.actor_rollout_ref.rollout):
             return module.PPOTrainerSeparateAsync(config)
         from ascend_rl.glue.cann9_1.async_trainer import AsyncTrainer
 
