@@ -32,6 +32,7 @@ from unittest import mock
 from ascend_rl.launch import registry
 from ascend_rl.launch.agreement import Agreement
 from ascend_rl.launch.first_step import gate
+from ascend_rl.launch.hang import Stacks, packed
 from ascend_rl.launch.launch_plan import (
     ROOT,
     SETTINGS,
@@ -172,7 +173,7 @@ def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
     check_node(plan)
     preflight(plan)
     try:
-        written = ("metrics.jsonl", "hydra", "run.json") if plan.role == "head" else ()
+        written = ("metrics.jsonl", "hydra", "run.json", "hang") if plan.role == "head" else ()
         if plan.role == "head" and not claim.claim(plan.output_dir, plan.kind):
             written += ("report.json", "report.html", "report.png")  # of whoever had the directory before
         # They may be below output_dir, which has to be claimed while it is empty.
@@ -281,7 +282,8 @@ def preflight(plan: Plan) -> None:
 def alone(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool]:
     """Run on this node only."""
     endings: list[Ending] = []
-    code = supervised(plan, directory, [plan.address], plan.limit(), leaving=endings.append)
+    limit, stacks = plan.limit(), stacks_of(plan)
+    code = supervised(plan, directory, [plan.address], limit, stacks, leaving=endings.append)
     return code, decide(plan, restarts, endings[0])
 
 
@@ -333,11 +335,15 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
             addresses = side.gather(plan.nodes, deadline_s, lambda text: log(plan, text))
         else:
             addresses = side.join(deadline_s, lambda text: log(plan, text))
-        limit = plan.limit()
+        limit, stacks = plan.limit(), stacks_of(plan)
         side.share(limit)
+        if plan.role == "head":
+            stacks.others = side.where
+        else:
+            side.link.asked = lambda: packed(stacks.collect())
         ours.close()
         why = f"(its log there: {plan.log_file})"
-        code = supervised(plan, directory, addresses, limit, side.ended, leaving)
+        code = supervised(plan, directory, addresses, limit, stacks, side.ended, leaving)
     except (RendezvousError, Stopped) as error:
         code, why = error.status, f"({error})"
         link = None if plan.role == "head" or isinstance(error, Stopped) else side.link
@@ -361,6 +367,7 @@ def supervised(
     directory: Path,
     addresses: list[str],
     limit: TimeLimit,
+    stacks: Stacks,
     ended=lambda: None,
     leaving=lambda ending: None,
 ) -> int:
@@ -382,7 +389,9 @@ def supervised(
     command = ["bash", "-c", INSIDE, "bash", str(ROOT), plan.env_script, json.dumps(job)]
     if not is_head:
         title = "" if plan.on("VERBOSE") else f"working for {plan.head}"
-        return supervise(command, plan.log_file, title=title, ended=ended, leaving=leaving, limit=limit)
+        return supervise(
+            command, plan.log_file, title=title, ended=ended, leaving=leaving, limit=limit, stacks=stacks
+        )
     return supervise(
         command,
         plan.log_file,
@@ -395,7 +404,12 @@ def supervised(
         leaving,
         gate(plan.settings["GAP_LIMIT"], plan.output_dir, lambda text: log(plan, text)),
         limit,
+        stacks,
     )
+
+
+def stacks_of(plan: Plan) -> Stacks:
+    return Stacks(plan.output_dir / "hang", plan.address)
 
 
 class Restarts:
