@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -31,7 +32,8 @@ from unittest import mock
 
 from ascend_rl.launch import registry
 from ascend_rl.launch.agreement import Agreement
-from ascend_rl.launch.first_step import gate
+from ascend_rl.launch.alert import Alerts
+from ascend_rl.launch.first_step import gate, limit_of
 from ascend_rl.launch.hang import Stacks, packed
 from ascend_rl.launch.launch_plan import (
     ROOT,
@@ -157,14 +159,24 @@ def check_inputs(plan: Plan) -> None:
 def launch(plan: Plan) -> int:
     """Run everything on this node, again after failures where RESTARTS allows; returns the exit status."""
     began_s = time.monotonic()
-    restarts = Restarts(0 if plan.check else int(plan.settings["RESTARTS"]))
+    restarts = Restarts(0 if plan.check else int(plan.settings["RESTARTS"]), alerts_of(plan))
     for name in LAUNCHERS_OWN:
         os.environ.pop(name, None)
     os.environ.update(plan.environment())
-    code, again = start(plan, restarts)
-    while again:
-        stop_by_signals()  # supervise() has taken its own measures
+    why = ""
+    try:
         code, again = start(plan, restarts)
+        while again:
+            stop_by_signals()  # supervise() has taken its own measures
+            code, again = start(plan, restarts)
+        why = restarts.why or f"status {code}"
+    except (CannotWork, RendezvousError, Stopped) as error:
+        why = str(error)
+        raise
+    finally:
+        if plan.role == "head":
+            restarts.alerts.send("end", restarts.alerts.step, why)
+            restarts.alerts.wait()
     return code if code or plan.check else report(plan, time.monotonic() - began_s)
 
 
@@ -283,7 +295,7 @@ def alone(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool]:
     """Run on this node only."""
     endings: list[Ending] = []
     limit, stacks = plan.limit(), stacks_of(plan)
-    code = supervised(plan, directory, [plan.address], limit, stacks, leaving=endings.append)
+    code = supervised(plan, directory, [plan.address], limit, stacks, restarts.alerts, leaving=endings.append)
     return code, decide(plan, restarts, endings[0])
 
 
@@ -343,7 +355,7 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
             side.link.asked = lambda: packed(stacks.collect())
         ours.close()
         why = f"(its log there: {plan.log_file})"
-        code = supervised(plan, directory, addresses, limit, stacks, side.ended, leaving)
+        code = supervised(plan, directory, addresses, limit, stacks, restarts.alerts, side.ended, leaving)
     except (RendezvousError, Stopped) as error:
         code, why = error.status, f"({error})"
         link = None if plan.role == "head" or isinstance(error, Stopped) else side.link
@@ -368,6 +380,7 @@ def supervised(
     addresses: list[str],
     limit: TimeLimit,
     stacks: Stacks,
+    alerts: Alerts,
     ended=lambda: None,
     leaving=lambda ending: None,
 ) -> int:
@@ -405,7 +418,15 @@ def supervised(
         gate(plan.settings["GAP_LIMIT"], plan.output_dir, lambda text: log(plan, text)),
         limit,
         stacks,
+        alerts,
     )
+
+
+def alerts_of(plan: Plan) -> Alerts:
+    """Only the head tells the user's command."""
+    command = plan.settings["ALERT"] if plan.role == "head" else ""
+    limit = functools.cache(lambda: limit_of(plan.settings["GAP_LIMIT"], plan.output_dir))
+    return Alerts(command, plan.output_dir, lambda text: log(plan, text), limit)
 
 
 def stacks_of(plan: Plan) -> Stacks:
@@ -422,9 +443,10 @@ class Restarts:
     'it was stopped'
     """
 
-    def __init__(self, allowed: int):
+    def __init__(self, allowed: int, alerts: Alerts | None = None):
         self.allowed, self.done = allowed, 0
         self.failed_at = -1
+        self.alerts, self.why = alerts or Alerts(), ""  # of the last end
 
     def refusal(self, ending: Ending) -> str:
         """Why not to restart after this end; "" to restart."""
@@ -445,8 +467,9 @@ class Restarts:
 def decide(plan: Plan, restarts: Restarts, ending: Ending) -> bool:
     """Whether this node, the head or a single one, restarts; said in the log of the run that ended."""
     refusal = restarts.refusal(ending)
-    why = ending.why or f"status {ending.code}"
+    why = restarts.why = ending.why or f"status {ending.code}"
     if not refusal:
+        restarts.alerts.send("restart", ending.step, why)
         log(
             plan,
             f"it failed after step {ending.step} ({why}); start {restarts.done + 1} of at most "
