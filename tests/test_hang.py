@@ -86,9 +86,9 @@ def test_who_is_not_where_the_others_are():
 
 # A process that says who it is and waits, in a function of its own; $1: its name, $2: the function.
 WORKER = """
-import ctypes, sys, time
+import ctypes, os, sys, time
 ctypes.CDLL(None).prctl(15, sys.argv[1].encode(), 0, 0, 0)
-exec(f"def {sys.argv[2]}(): time.sleep(600)\\nprint('ready', flush=True); {sys.argv[2]}()")
+exec(f"def {sys.argv[2]}(): time.sleep(600)\\nos.write(1, b'ready\\\\n'); {sys.argv[2]}()")
 """
 SUPERVISED = """
 import sys
