@@ -244,6 +244,10 @@ WRITTEN = {
     "process/progress.py answer_for: open(f'{path}.{processes}', 'ab')",
     "process/progress.py sign: open(path, 'ab', buffering=0)",
     "process/save_by.py write: new.write_text(f'{by!r} {int(stop)}')",
+    "launch/hang.py Stacks.attach: self.file.touch()",
+    "launch/hang.py Stacks.attach: shutil.copy(at_start.__file__, site / 'sitecustomize.py')",
+    "process/at_start.py register: os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_APPEND)",
+    "process/progress.py name_rank: open(f'{path}.ranks', 'a')",
     # of the kernel
     "launch/warm_start.py client: open('/proc/self/comm', 'w')",
     "lint/confine.py _Judge.__init__: os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)",
@@ -252,6 +256,7 @@ WRITTEN = {
     "launch/agreement.py offer: file.touch()",
     "launch/agreement.py shared: own.touch()",
     # the logs of a run, and what it writes into its marked directory, after set_aside
+    "launch/hang.py Stacks.collect: (self.folder / f'{self.node}.txt').write_text('\\n'.join(texts))",
     "launch/launch.py keep_ray_logs: shutil.copytree(logs, kept)",
     "launch/launch.py log: plan.log_file.open('a')",
     "launch/launch.py start: (plan.output_dir / 'run.json').write_text(json.dumps(started))",

@@ -552,7 +552,8 @@ def test_a_stall_says_what_hangs(runner):
         result.returncode == 124
         and (
             "ERROR: no progress for 3 s after step 3 of 80, stopped: VLLM::EngineCor "
-            f"(pid {engine}), at work: 2 x ray::WorkerDict.update_actor. The log is"
+            f"(pid {engine}), at work: 2 x ray::WorkerDict.update_actor, "
+            f"not where the others are: VLLM::EngineCor (pid {engine}). The log is"
         )
         in result.stderr
     )

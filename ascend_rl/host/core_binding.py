@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ascend_rl.host import npu_tools
+from ascend_rl.process.progress import name_rank
 from ascend_rl.settings.switch import CannotWork, switched_on
 
 OTHERS = 4  # a NUMA node's CPUs over this are for processes without a device
@@ -274,7 +275,11 @@ def bind(role: str, device: int | None = None, local_rank: int | None = None) ->
 
 
 def bind_trainer() -> None:
-    """Bind a training worker to the CPUs of the device Ray gave it, whether or not Ray hides the others."""
+    """Bind a training worker to the CPUs of the device Ray gave it, whether or not Ray hides the others.
+
+    The launcher learns its rank here too.
+    """
+    name_rank()
     if switched_on("CORE_BINDING"):
         import ray
 

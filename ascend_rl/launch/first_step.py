@@ -19,7 +19,7 @@ bfloat16 reach 0.08, another model is off by nats.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ascend_rl.settings.metrics import GAP_MEAN, LOG_GAP
@@ -52,7 +52,7 @@ def limit_for(config_file: Path) -> float:
     return (FLOAT32_LIMIT if dtypes == {"float32"} else LIMIT) + truncated
 
 
-def judge(row: dict, limit: float) -> tuple[bool, str]:
+def judge(row: Mapping, limit: float, when: str = "at the first step") -> tuple[bool, str]:
     """Whether the run may continue, and a sentence.
 
     >>> judge({GAP_MEAN: 0.004}, 0.05)
@@ -70,11 +70,16 @@ def judge(row: dict, limit: float) -> tuple[bool, str]:
     what = "probability" if key == GAP_MEAN else "log-prob"
     limit *= LOG_FACTOR if key == LOG_GAP else 1
     agree = gap <= limit
-    verdict = "agree" if agree else "do not agree at the first step"
+    verdict = "agree" if agree else f"do not agree {when}"
     return (
         agree,
         f"rollout and trainer {verdict}: {what} gap {gap:.1e} (limit {limit:.2g})",
     )
+
+
+def limit_of(text: str, output_dir: Path) -> float:
+    """The limit of a run by GAP_LIMIT, or its dtype; 0: none. Arguments as for `gate`."""
+    return float(text) if text else limit_for(output_dir / "hydra/.hydra/config.yaml")
 
 
 def gate(text: str, output_dir: Path, say: Callable[[str], None]) -> Callable[[dict], str]:
@@ -87,7 +92,7 @@ def gate(text: str, output_dir: Path, say: Callable[[str], None]) -> Callable[[d
     """
 
     def check(row: dict) -> str:
-        limit = float(text) if text else limit_for(output_dir / "hydra/.hydra/config.yaml")
+        limit = limit_of(text, output_dir)
         if not limit:
             return ""
         agree, sentence = judge(row, limit)

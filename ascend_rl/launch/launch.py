@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -31,7 +32,9 @@ from unittest import mock
 
 from ascend_rl.launch import registry
 from ascend_rl.launch.agreement import Agreement
-from ascend_rl.launch.first_step import gate
+from ascend_rl.launch.alert import Alerts
+from ascend_rl.launch.first_step import gate, limit_of
+from ascend_rl.launch.hang import Stacks, packed
 from ascend_rl.launch.launch_plan import (
     ROOT,
     SETTINGS,
@@ -56,6 +59,8 @@ LONGEST_SOCKET = 107
 RAY_SOCKET = "/ascend-rl-12345678/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 # Not for what is started: frameworks give some of these a meaning of their own.
 LAUNCHERS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "CLUSTER_TOKEN", "RAY_ADDRESS")
+# What a start writes on the head, beside logs.
+OF_HEAD = ("metrics.jsonl", "generations.jsonl", "hydra", "run.json", "hang")
 # Only bash can source the environment script.
 INSIDE = """
 . "$1/internal/common.sh"
@@ -156,14 +161,24 @@ def check_inputs(plan: Plan) -> None:
 def launch(plan: Plan) -> int:
     """Run everything on this node, again after failures where RESTARTS allows; returns the exit status."""
     began_s = time.monotonic()
-    restarts = Restarts(0 if plan.check else int(plan.settings["RESTARTS"]))
+    restarts = Restarts(0 if plan.check else int(plan.settings["RESTARTS"]), alerts_of(plan))
     for name in LAUNCHERS_OWN:
         os.environ.pop(name, None)
     os.environ.update(plan.environment())
-    code, again = start(plan, restarts)
-    while again:
-        stop_by_signals()  # supervise() has taken its own measures
+    why = ""
+    try:
         code, again = start(plan, restarts)
+        while again:
+            stop_by_signals()  # supervise() has taken its own measures
+            code, again = start(plan, restarts)
+        why = restarts.why or f"status {code}"
+    except (CannotWork, RendezvousError, Stopped) as error:
+        why = str(error)
+        raise
+    finally:
+        if plan.role == "head":
+            restarts.alerts.send("end", restarts.alerts.step, why)
+            restarts.alerts.wait()
     return code if code or plan.check else report(plan, time.monotonic() - began_s)
 
 
@@ -172,7 +187,7 @@ def start(plan: Plan, restarts: Restarts) -> tuple[int, bool]:
     check_node(plan)
     preflight(plan)
     try:
-        written = ("metrics.jsonl", "generations.jsonl", "hydra", "run.json") if plan.role == "head" else ()
+        written = OF_HEAD if plan.role == "head" else ()
         if plan.role == "head" and not claim.claim(plan.output_dir, plan.kind):
             written += ("report.json", "report.html", "report.png")  # of whoever had the directory before
         # They may be below output_dir, which has to be claimed while it is empty.
@@ -281,7 +296,8 @@ def preflight(plan: Plan) -> None:
 def alone(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool]:
     """Run on this node only."""
     endings: list[Ending] = []
-    code = supervised(plan, directory, [plan.address], plan.limit(), leaving=endings.append)
+    limit, stacks = plan.limit(), stacks_of(plan)
+    code = supervised(plan, directory, [plan.address], limit, stacks, restarts.alerts, leaving=endings.append)
     return code, decide(plan, restarts, endings[0])
 
 
@@ -333,11 +349,15 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
             addresses = side.gather(plan.nodes, deadline_s, lambda text: log(plan, text))
         else:
             addresses = side.join(deadline_s, lambda text: log(plan, text))
-        limit = plan.limit()
+        limit, stacks = plan.limit(), stacks_of(plan)
         side.share(limit)
+        if plan.role == "head":
+            stacks.others = side.where
+        else:
+            side.link.asked = lambda: packed(stacks.collect())
         ours.close()
         why = f"(its log there: {plan.log_file})"
-        code = supervised(plan, directory, addresses, limit, side.ended, leaving)
+        code = supervised(plan, directory, addresses, limit, stacks, restarts.alerts, side.ended, leaving)
     except (RendezvousError, Stopped) as error:
         code, why = error.status, f"({error})"
         link = None if plan.role == "head" or isinstance(error, Stopped) else side.link
@@ -361,6 +381,8 @@ def supervised(
     directory: Path,
     addresses: list[str],
     limit: TimeLimit,
+    stacks: Stacks,
+    alerts: Alerts,
     ended=lambda: None,
     leaving=lambda ending: None,
 ) -> int:
@@ -382,7 +404,9 @@ def supervised(
     command = ["bash", "-c", INSIDE, "bash", str(ROOT), plan.env_script, json.dumps(job)]
     if not is_head:
         title = "" if plan.on("VERBOSE") else f"working for {plan.head}"
-        return supervise(command, plan.log_file, title=title, ended=ended, leaving=leaving, limit=limit)
+        return supervise(
+            command, plan.log_file, title=title, ended=ended, leaving=leaving, limit=limit, stacks=stacks
+        )
     return supervise(
         command,
         plan.log_file,
@@ -395,7 +419,20 @@ def supervised(
         leaving,
         gate(plan.settings["GAP_LIMIT"], plan.output_dir, lambda text: log(plan, text)),
         limit,
+        stacks,
+        alerts,
     )
+
+
+def alerts_of(plan: Plan) -> Alerts:
+    """Only the head tells the user's command."""
+    command = plan.settings["ALERT"] if plan.role == "head" else ""
+    limit = functools.cache(lambda: limit_of(plan.settings["GAP_LIMIT"], plan.output_dir))
+    return Alerts(command, plan.output_dir, lambda text: log(plan, text), limit)
+
+
+def stacks_of(plan: Plan) -> Stacks:
+    return Stacks(plan.output_dir / "hang", plan.address)
 
 
 class Restarts:
@@ -408,9 +445,10 @@ class Restarts:
     'it was stopped'
     """
 
-    def __init__(self, allowed: int):
+    def __init__(self, allowed: int, alerts: Alerts | None = None):
         self.allowed, self.done = allowed, 0
         self.failed_at = -1
+        self.alerts, self.why = alerts or Alerts(), ""  # of the last end
 
     def refusal(self, ending: Ending) -> str:
         """Why not to restart after this end; "" to restart."""
@@ -431,8 +469,9 @@ class Restarts:
 def decide(plan: Plan, restarts: Restarts, ending: Ending) -> bool:
     """Whether this node, the head or a single one, restarts; said in the log of the run that ended."""
     refusal = restarts.refusal(ending)
-    why = ending.why or f"status {ending.code}"
+    why = restarts.why = ending.why or f"status {ending.code}"
     if not refusal:
+        restarts.alerts.send("restart", ending.step, why)
         log(
             plan,
             f"it failed after step {ending.step} ({why}); start {restarts.done + 1} of at most "

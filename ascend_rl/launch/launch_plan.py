@@ -62,6 +62,7 @@ SETTINGS = dict.fromkeys(
         "SKIP_PREFLIGHT",
         "SKIP_REPORT",
         "SAVE_BY",
+        "ALERT",
     ),
     "",
 ) | {

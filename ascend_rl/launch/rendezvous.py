@@ -58,6 +58,8 @@ class Link:
         self.final = True  # of an end: whether the other side will not restart
         self.lost = ""  # why the other side cannot be heard any more
         self.limited: Callable[[float, bool], None] = lambda by, stop: None  # is told the other side's limit
+        self.asked: Callable[[], list[dict]] = list  # what this side's processes do (hang.py)
+        self.answer: list[dict] | None = None  # what the other side's do
 
     def send(self, **message) -> None:
         with self.lock:
@@ -101,6 +103,10 @@ class Link:
                 message = self.receive()
                 if "go" in message:
                     self.go = message["go"]
+                if "where" in message:
+                    threading.Thread(target=self._tell_where, daemon=True).start()
+                if "there" in message:
+                    self.answer = list(message["there"])
                 if "left_s" in message:
                     self.limited(time.time() + float(message["left_s"]), bool(message["stop"]))
                 if "end" in message:
@@ -108,6 +114,13 @@ class Link:
                     self.ended = (int(message["end"]), str(message.get("why", "")))
         except (ConnectionError, ValueError, TypeError, KeyError) as error:
             self.lost = str(error)
+
+    def _tell_where(self) -> None:
+        with contextlib.suppress(OSError):
+            found = self.asked()
+            while len(json.dumps(found)) > LONGEST_MESSAGE // 2:
+                del found[len(found) // 2 :]
+            self.send(there=found)
 
     def _beat(self, every_s: float) -> None:
         with contextlib.suppress(OSError):  # until it is closed: an ending node still lives
@@ -298,6 +311,21 @@ class Head:
     def _limit(self, by: float, stop: bool) -> None:
         for _, link in self.running.values():
             link.limit(by, stop)
+
+    def where(self, patience_s: float) -> tuple[list[dict], list[str]]:
+        """What the processes of all other nodes do, and the nodes that do not say."""
+        links = {address: link for address, (_, link) in self.running.items()}
+        for link in links.values():
+            link.answer = None
+            with contextlib.suppress(OSError):
+                link.send(where=1)
+        until = time.monotonic() + patience_s
+        while any(link.answer is None and not link.over() for link in links.values()):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.1)
+        silent = [address for address, link in links.items() if link.answer is None]
+        return [record for link in links.values() for record in link.answer or ()], silent
 
     def final(self) -> bool:
         """Whether a node was stopped by its user, and not by a failure."""

@@ -42,6 +42,7 @@ class Metrics:
         self.steps: deque[dict] = deque(maxlen=LATEST)
         self.first: dict | None = None  # training step of this start
         self.step = self.saved = 0  # the last one, and the last one that was saved
+        self.new: list[tuple[int, dict]] = []  # steps that nobody has taken yet
 
     def read(self) -> None:
         """Take what is new; a missing file and cut or foreign lines are no errors."""
@@ -61,6 +62,7 @@ class Metrics:
                     self.first = self.first or row
                     self.steps.append(row)
                     self.step = int(record["step"])
+                    self.new.append((self.step, row))
                     self.saved = self.step if "timing_s/save_checkpoint" in row else self.saved
 
     def step_s(self) -> float | None:

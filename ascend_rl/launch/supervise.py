@@ -36,6 +36,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ascend_rl.launch.alert import Alerts
+from ascend_rl.launch.hang import Stacks
 from ascend_rl.launch.status_line import Line, Metrics, clock, state, unless_gone
 from ascend_rl.launch.time_limit import EXIT_RESUMES, TimeLimit
 from ascend_rl.process.logs import LogFile
@@ -316,6 +318,14 @@ class Output:
         self.log.close()
 
 
+def explain(stacks: Stacks, output: Output) -> str:
+    """Say where the processes of a run are that hangs; returns who is not where the others are."""
+    lines, away = stacks.explain()
+    for line in lines:
+        output.say(line)
+    return away
+
+
 def supervise(
     command: list[str],
     log: Path,
@@ -328,6 +338,8 @@ def supervise(
     leaving: Callable[[Ending], None] = lambda ending: None,
     gate: Callable[[dict], str] = lambda first_step: "",
     limit: TimeLimit | None = None,
+    stacks: Stacks | None = None,
+    alerts: Alerts | None = None,
 ) -> int:
     """Run ``command`` as described above.
 
@@ -343,6 +355,8 @@ def supervise(
         leaving: told how the run ended, before what is left of it is stopped.
         gate: given the metrics of the first training step; a sentence ends the run.
         limit: by when the run must have ended.
+        stacks: asks processes of the run where they are; by itself into ``hang`` beside the log.
+        alerts: is told of stalls and of each step's metrics.
 
     Returns:
         The command's exit code, or the status of ``ended``; 124 for a deadline, 75 if ``limit`` ended the run
@@ -357,6 +371,8 @@ def supervise(
 
     began_s = time.monotonic()
     limit = limit or TimeLimit()
+    alerts = alerts or Alerts()
+    stacks = stacks or Stacks(log.parent / "hang", "127.0.0.1")
     log.parent.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.mkdtemp(prefix="ascend-rl-")  # short: paths of Unix sockets end at 107 bytes
     statuses: dict[int, int] = {}
@@ -370,6 +386,7 @@ def supervise(
     signs.touch()
     sign = signs.stat().st_mtime_ns
     limit.attach(str(signs))
+    asked = stacks.attach(Path(temporary), str(signs), lambda: descendants(os.getpid()))
     reader = None
     code, final, judged = 1, False, False
     try:
@@ -378,7 +395,7 @@ def supervise(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | watched | {"TMPDIR": temporary, FILE: str(signs)},
+            env=os.environ | watched | asked | {"TMPDIR": temporary, FILE: str(signs)},
             start_new_session=True,
         )
         reader = threading.Thread(target=output.read, args=(child.stdout,), daemon=True)
@@ -386,6 +403,8 @@ def supervise(
         while True:
             reap(statuses)
             output.refresh()
+            while output.metrics.new:
+                alerts.stepped(*output.metrics.new.pop(0))
             if output.metrics.first and not judged:
                 judged = True
                 if why := gate(output.metrics.first):
@@ -426,10 +445,14 @@ def supervise(
                 code, why, final = EXIT_DEADLINE, f"not finished after {deadline_s:g} s", True
             elif not output.began and start_s and now - began_s > start_s:
                 code, why = EXIT_DEADLINE, f"no training step after {start_s:g} s{at_work(alive)}"
+                alerts.send("stall", output.step, why)
+                why += explain(stacks, output)
             elif output.began and stall_s and now - output.progressed > stall_s:
                 code = EXIT_DEADLINE
                 why = f"no progress for {stall_s:g} s after step {output.step} of {output.total}"
                 why += at_work(alive)
+                alerts.send("stall", output.step, why)
+                why += explain(stacks, output)
             if why:
                 break
             time.sleep(0.25)
@@ -439,6 +462,7 @@ def supervise(
         code, why = EXIT_NOT_FOUND, f"{command[0]} cannot be run: {error.strerror}"
     finally:
         leaving(Ending(code, output.step, why.partition("\n")[0], bool(caught) or final))
+        alerts.wait()
         shm.watch(descendants(os.getpid()))
         kill_descendants(statuses)
         if reader is not None:

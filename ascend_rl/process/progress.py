@@ -4,6 +4,8 @@ A step of a large model takes hours, so its end says too little about a hang. Th
 environment of all that it starts; `sign` adds a byte to it, and the launcher sees the file change. Each node
 has its own. Cost: one small write a response and micro-batch; nothing without the variable.
 
+A training worker says once which rank it is (`name_rank`), for whoever explains a hang.
+
 The launcher also ends a run of which a process dies that must not. Who can replace some of these processes
 says so with `answer_for`: from then on their deaths are his.
 """
@@ -34,6 +36,22 @@ def answer_for(processes: str) -> None:
     """
     if path := os.environ.get(FILE):
         open(f"{path}.{processes}", "ab").close()
+
+
+def name_rank() -> None:
+    """Say the rank that RANK gives this process; never raises."""
+    if path := os.environ.get(FILE):
+        with contextlib.suppress(OSError):
+            with open(f"{path}.ranks", "a") as file:
+                file.write(f"{os.getpid()} {os.environ.get('RANK', '')}\n")
+
+
+def ranks(path: str) -> dict[int, str]:
+    """The launcher's side of `name_rank`: pid -> rank."""
+    with contextlib.suppress(OSError):
+        with open(f"{path}.ranks") as file:
+            return {int(pid): rank for pid, _, rank in (line.strip().partition(" ") for line in file)}
+    return {}
 
 
 def answered_for(path: str, processes: str) -> bool:

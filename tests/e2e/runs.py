@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import pytest
-
 from ascend_rl.launch.supervise import SharedMemory, descendants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,15 +142,13 @@ def nothing_left_of(outputs: Path):
     assert not left()
 
 
-def stopped_and_resumed(folder: Path) -> None:
+def stopped_and_resumed(folder: Path) -> dict[int, list[float]]:
     """SIGTERM after step 2 of 9, long before a save is due: the step that is being trained is saved, and the
-    same command continues after it, with the losses of a run that was not stopped."""
+    same command continues after it. Returns the losses of both starts."""
     output, metrics = folder / "run", folder / "run/metrics.jsonl"
     saving = ["trainer.save_freq=100", "trainer.resume_mode=auto", "trainer.test_freq=-1"]
     script, given = "train_gspo_qwen3_tiny_cpu.sh", [*REPEATABLE, *saving]
     limits = BRIEF | {"STEPS": 9, "GAP_LIMIT": 0, "SAVE_GRACE_S": PATIENCE_S}
-    whole = launch(script, folder / "whole", *given, **limits, SAVE_BY=10 * PATIENCE_S)
-    assert finish(whole, folder / "whole") and whole.returncode == 0
     process = launch(script, output, *given, **limits)
     deadline = time.monotonic() + PATIENCE_S
     while 2 not in losses(metrics):
@@ -168,6 +164,5 @@ def stopped_and_resumed(folder: Path) -> None:
     process = launch(script, output, *given, **limits)
     assert finish(process, output) and process.returncode == 0
     after = losses(metrics)
-    assert min(after) == last + 1 and max(after) == 9
-    for step, values in losses(folder / "whole/metrics.jsonl").items():
-        assert (before | after)[step] == pytest.approx(values, rel=1e-5, abs=1e-7), step
+    assert min(after) == last + 1 and max(after) == 9 and len(before | after) == 9
+    return before | after

@@ -52,7 +52,15 @@ if os.environ.get("ALL_RECIPES") == "1":
 
 
 def test_stopped_and_resumed(tmp_path, nothing_left_behind):
-    stopped_and_resumed(tmp_path)
+    """With the losses of a run that was not stopped, which a limit far away does not change."""
+    found, whole = stopped_and_resumed(tmp_path), tmp_path / "whole"
+    run = launch(
+        "train_gspo_qwen3_tiny_cpu.sh", whole, *REPEATABLE, "trainer.save_freq=100", "trainer.test_freq=-1",
+        **SHORT | {"STEPS": 9, "SAVE_BY": 10 * PATIENCE_S},
+    )  # fmt: skip
+    assert finish(run, whole) and run.returncode == 0
+    for step, values in losses(whole / "metrics.jsonl").items():
+        assert found[step] == pytest.approx(values, rel=1e-5, abs=1e-7), step
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
