@@ -309,7 +309,8 @@ def test_three_steps(root, tmp_path, case):
     assert overrides is not TWO_SEATS or max(spans) == 2, spans  # old weights began it, and new ones went on
     for step in steps:
         assert step[USAGE] > 0 < step[GRAPH_SHARE] and MFU_ROLLOUT not in step  # no phase is the rollout
-    assert sum(key.startswith(REQUESTS) for key in steps[-1]) == (2 if TP1 in overrides else 1)
+    engines = 1 if overrides is TWO_SEATS else 2  # of two servers, or of DP2
+    assert sum(key.startswith(REQUESTS) for key in steps[-1]) == engines
     if TP1 in overrides:
         assert steps[-1][server_restart.METRIC] == 1
         drawn = re.findall(
