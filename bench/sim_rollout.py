@@ -163,6 +163,7 @@ def read_lengths(path: str | Path) -> Batch:
 
 WAITING, RUNNING, DONE = 0, 1, 2
 TRACE_STEPS = 50
+SCHEDULE_STEPS = 200
 
 
 @njit(cache=True)
@@ -211,15 +212,18 @@ def _advance(
     ended_ms,
     cost,
     gears,
-    limit,
+    limits,
+    asks,
+    preempted,
     capacity,
     totals,
     gear_ms,
 ):
     """Run ranks lo..hi, which share a clock, for some steps, to a time, or until requests can go to free
-    places or, spread evenly, to a lower one of ``levels``.
+    places or, spread evenly, to a lower one of ``levels``; with ``asks``, until a queue's scheduler is due.
 
-    totals: decoded tokens, prefilled tokens, preemptions.
+    limits: [ranks] requests that may run. asks: [ranks] set where a queue's rank gets room; or empty.
+    totals: decoded tokens, prefilled tokens, preemptions, tokens of those preempted. Returns the steps made.
     """
     base, gear_cost, batch_cost, context, padded, prefill, eager = cost
     ranks, step = hi - lo, 0
@@ -230,10 +234,10 @@ def _advance(
             born[running[r, slot]] = -done[running[r, slot]]
         ends[r], oldest[r] = _next(r, born, running, n_running, prompt, response)
     while step < steps and clock[lo] < until_ms:
-        alive, most, waiting, free = 0, 0, 0, 0
+        alive, most, waiting, free, due = 0, 0, 0, 0, False
         for r in range(lo, hi):
             changed = False
-            while head[r] < tail[r] and n_running[r] < limit:
+            while head[r] < tail[r] and n_running[r] < limits[r]:
                 i = queue[r, head[r]]
                 tokens = prompt[i] + done[i]
                 if used[r] + tokens + n_running[r] + 1 > capacity:  # not even for one step
@@ -258,7 +262,7 @@ def _advance(
             alive += n_running[r]
             most = max(most, n_running[r])
             waiting += tail[r] - head[r]
-            free += limit - n_running[r] if head[r] == tail[r] else 0
+            free += limits[r] - n_running[r] if head[r] == tail[r] else 0
         if (
             alive == 0
             or len(levels)
@@ -285,9 +289,15 @@ def _advance(
                 state[i] = WAITING
                 ends[r], oldest[r] = _next(r, born, running, n_running, prompt, response)
                 totals[2] += 1
+                totals[3] += prompt[i] + done[i]
+                if len(asks):
+                    limits[r], asks[r], due = n_running[r], True, True
+                    preempted[r] += 1
                 k = 0
                 break
             k = min(k, room, ends[r] - step)
+        if due:
+            break
         if k == 0:
             continue
         graph = _gear(most, gears)
@@ -336,9 +346,14 @@ def _advance(
                 n_running[r] = kept
                 last_ms[r] = clock[r]
                 ends[r], oldest[r] = _next(r, born, running, n_running, prompt, response)
+                if len(asks) and head[r] < tail[r]:
+                    asks[r], due = True, True
+        if due:
+            break
     for r in range(lo, hi):
         for slot in range(n_running[r]):
             done[running[r, slot]] = step - born[running[r, slot]]
+    return step
 
 
 @dataclass(frozen=True)
@@ -349,6 +364,7 @@ class Result:
         first_done_s: when the first rank to finish for good runs out of work.
         gear_s: time in each graph, by size.
         trace: (seconds, [ranks] running requests) samples, if requested.
+        preempted_tokens: whose KV preemptions dropped.
     """
 
     makespan_s: float
@@ -360,6 +376,7 @@ class Result:
     moved_bytes: int
     gear_s: dict[int, float]
     trace: list[tuple[float, np.ndarray]] = field(repr=False)
+    preempted_tokens: int = 0
 
     @property
     def idle_share(self) -> float:
@@ -373,9 +390,18 @@ class Simulation:
     Args:
         rank: [N] where each request starts; -1 for requests the policy places later with ``move``.
         order: [N] the order in which requests are queued; None: by number.
+        scheduler: sorts the queue of a rank, ``waiting``, in place and returns how many to admit; asked when
+            a rank gets room or requests, and every SCHEDULE_STEPS. None: all that fit, as they came.
     """
 
-    def __init__(self, batch: Batch, cluster: Cluster, rank: np.ndarray, order: np.ndarray | None = None):
+    def __init__(
+        self,
+        batch: Batch,
+        cluster: Cluster,
+        rank: np.ndarray,
+        order: np.ndarray | None = None,
+        scheduler: Callable[[Simulation, int], int] | None = None,
+    ):
         cost, ranks, count = cluster.cost, cluster.ranks, len(batch.response)
         if max(cluster.gears) < cluster.max_num_seqs:
             raise ValueError("the largest gear is below max_num_seqs: steps without a graph are not modelled")
@@ -396,7 +422,11 @@ class Simulation:
         self.clock = np.zeros(ranks)
         self.last_ms = np.zeros(ranks)
         self.ended_ms = np.full(count, np.inf)
-        self.totals = np.zeros(3, np.int64)
+        self.totals = np.zeros(4, np.int64)
+        self.scheduler = scheduler
+        self.limits = np.full(ranks, cluster.max_num_seqs)
+        self.preempted = np.zeros(ranks, np.int64)
+        self.asks = np.zeros(ranks if scheduler else 0, np.bool_)
         self.gear_ms = np.zeros(len(cluster.gears))
         self.moves = self.moved_bytes = 0
         self._cost = (
@@ -454,6 +484,7 @@ class Simulation:
             self.head[rank], self.tail[rank] = start, start + size
         self.queue[rank, self.tail[rank]] = request
         self.tail[rank] += 1
+        self.asks[rank : rank + 1] = True
         self.rank[request] = rank
         self.state[request] = WAITING
 
@@ -470,6 +501,7 @@ class Simulation:
                     kept = active[active != request]
                     self.running[source, : len(kept)] = kept
                     self.n_running[source] = len(kept)
+                    self.asks[source : source + 1] = True
                     self.used[source] -= tokens
                     if carry_kv:
                         sent[0, source] += tokens
@@ -523,44 +555,61 @@ class Simulation:
             else [(r, r + 1) for r in range(self.cluster.ranks)]
         )
         for lo, hi in domains:
-            _advance(
-                lo,
-                hi,
-                steps,
-                until_ms,
-                np.asarray(levels, np.int64),
-                self.clock,
-                self.batch.prompt,
-                self.batch.response,
-                self.batch.group,
-                self.done,
-                self.state,
-                self.cached,
-                self.running,
-                self.n_running,
-                self.queue,
-                self.head,
-                self.tail,
-                self.used,
-                self.seen,
-                self.fresh,
-                self.pending_ms,
-                self.last_ms,
-                self.ended_ms,
-                self._cost,
-                self._gears,
-                self.cluster.max_num_seqs,
-                self.cluster.kv_capacity_tokens,
-                self.totals,
-                self.gear_ms,
-            )
+            left = steps
+            while left > 0:
+                for rank in range(lo, hi) if self.scheduler else ():
+                    if self.asks[rank] and self.head[rank] < self.tail[rank]:
+                        self.limits[rank] = self.n_running[rank] + self.scheduler(self, rank)
+                    self.asks[rank] = False
+                size = min(left, SCHEDULE_STEPS) if self.scheduler else left
+                made = self._run(lo, hi, size, until_ms, np.asarray(levels, np.int64))
+                left -= made
+                if self.scheduler and made == size:
+                    self.asks[lo:hi] = True
+                elif not self.asks[lo:hi].any():
+                    break
+
+    def _run(self, lo: int, hi: int, steps: int, until_ms: float, levels: np.ndarray) -> int:
+        return _advance(
+            lo,
+            hi,
+            steps,
+            until_ms,
+            levels,
+            self.clock,
+            self.batch.prompt,
+            self.batch.response,
+            self.batch.group,
+            self.done,
+            self.state,
+            self.cached,
+            self.running,
+            self.n_running,
+            self.queue,
+            self.head,
+            self.tail,
+            self.used,
+            self.seen,
+            self.fresh,
+            self.pending_ms,
+            self.last_ms,
+            self.ended_ms,
+            self._cost,
+            self._gears,
+            self.limits,
+            self.asks,
+            self.preempted,
+            self.cluster.kv_capacity_tokens,
+            self.totals,
+            self.gear_ms,
+        )
 
     @property
     def finished(self) -> bool:
         return bool((self.state == DONE).all())
 
     def result(self, trace: list) -> Result:
-        decoded, prefilled, preemptions = (int(total) for total in self.totals)
+        decoded, prefilled, preemptions, preempted = (int(total) for total in self.totals)
         end = self.last_ms.max()
         gear_s = {int(g): float(ms) / 1e3 for g, ms in zip(self._gears, self.gear_ms, strict=True)}
         return Result(
@@ -573,6 +622,7 @@ class Simulation:
             self.moved_bytes,
             gear_s,
             trace,
+            preempted,
         )
 
 
@@ -585,17 +635,18 @@ def simulate(
     interval: int = 1000,
     levels: Sequence[int] = (),
     trace: bool = False,
+    scheduler: Callable[[Simulation, int], int] | None = None,
 ) -> Result:
     """Run a rollout to its end.
 
     Args:
-        rank, order: [N], as in ``Simulation``.
+        rank, order, scheduler: as in ``Simulation``.
         policy: checks the simulation every ``interval`` steps (with servers on their own clocks: every
             ``interval`` times ``cost.base_ms``) and moves requests. A check takes ``cost.check_ms``.
         levels: in lockstep, skip checks at which ``Simulation.advance`` would see nothing to gain.
         trace: in lockstep, record how many requests each rank runs.
     """
-    simulation, samples = Simulation(batch, cluster, rank, order), []
+    simulation, samples = Simulation(batch, cluster, rank, order, scheduler), []
     cost, chunk = cluster.cost, interval if policy else 1 << 60
     while not simulation.finished:
         if policy:
@@ -758,12 +809,14 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def lower_bound(batch: Batch, cluster: Cluster) -> float:
-    """Seconds: the largest of three bounds, without any cost of prefill or moves.
+    """Seconds: the largest of four bounds, without any cost of prefill or moves.
 
     1. Work: all tokens at the best throughput of any gear. 2. The longest request alone in the smallest gear.
     3. The gear floor, if all requests fit together: every unfinished request takes part in every step, evenly
     spread. The first two hold for every schedule; the third only where no request waits, be it for KV cache,
-    for a place in the batch, or to fill a graph exactly.
+    for a place in the batch, or to fill a graph exactly. 4. KV: of what requests hold over all their steps, a
+    step holds no more than the capacity, which says how many steps there are; in lockstep, no fewer than the
+    longest response has. It holds for every schedule.
     """
     cost, ranks, gears = cluster.cost, cluster.ranks, np.asarray(sorted(cluster.gears))
     prompt, response = batch.prompt.astype(float), batch.response.astype(float)
@@ -778,7 +831,10 @@ def lower_bound(batch: Batch, cluster: Cluster) -> float:
         + cost.batch_ms
         + (cost.context_ms + cost.padded_ms * gears[0]) / 1000 * contexts
     )
-    bounds = [work, alone]
+    held = (prompt * response + response * (response - 1) / 2).sum()
+    fewest = max(held / (ranks * cluster.kv_capacity_tokens), response.max() if cluster.lockstep else 0)
+    each_token = (cost.gear_ms + cost.batch_ms) / ranks
+    bounds = [work, alone, cost.base_ms * fewest + each_token * response.sum() + attention]
     active = np.bincount(batch.response, minlength=int(response.max()) + 1)[::-1].cumsum()[::-1][1:]
     if active[0] <= ranks * cluster.max_num_seqs:
         each = -(-active // ranks)

@@ -30,9 +30,11 @@ export CORE_BINDING="${CORE_BINDING:-0}" ROLLOUT_DISABLE_GC="${ROLLOUT_DISABLE_G
 # Off until run on NPUs; every recipe takes them. ENABLE_SAM=1: drafts from text seen before, NUM_SPECULATIVE_TOKENS a step;
 # ENABLE_NPUGRAPH_EX=1: optimise decode graphs, with ENABLE_STATIC_KERNEL=1 with kernels compiled for their sizes
 # (docs/npu_options.md). ROLLOUT_REBALANCE_ENABLE=1: move unfinished requests between the engines of a rollout, and capture
-# smaller graphs for them (docs/rollout_rebalance.md).
+# smaller graphs for them (docs/rollout_rebalance.md). LENGTH_SCHEDULER=1: admit requests by the lengths expected of them
+# (docs/length_scheduler.md).
 export ENABLE_SAM="${ENABLE_SAM:-0}" ENABLE_NPUGRAPH_EX="${ENABLE_NPUGRAPH_EX:-0}"
 export ENABLE_STATIC_KERNEL="${ENABLE_STATIC_KERNEL:-0}" ROLLOUT_REBALANCE_ENABLE="${ROLLOUT_REBALANCE_ENABLE:-0}"
+export LENGTH_SCHEDULER="${LENGTH_SCHEDULER:-0}"
 # Megatron requires it where tensor or context parallelism overlaps communication.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 # Memory: free cached blocks above 60% of a limit of the process, if one is set, and do not split blocks of more than 24 MB.

@@ -369,6 +369,12 @@ switch_ENABLE_SAM() {
     )
 }
 
+# The engines admit the longest first, and no more than have room until they end.
+switch_LENGTH_SCHEDULER() {
+    switched LENGTH_SCHEDULER || return 0
+    ARGS+=(+actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=ascend_rl.glue.length_scheduler.scheduler)
+}
+
 # verl itself reads the variable. Moves at the end of a rollout gain nothing below the smallest graph: halve it, down to a
 # multiple of TP.
 switch_ROLLOUT_REBALANCE_ENABLE() {

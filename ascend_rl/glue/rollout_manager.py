@@ -6,6 +6,7 @@ verl constructs `RolloutManager` by its name (``rollout.agent.agent_loop_manager
     watch     end servers that die or hang; their requests continue elsewhere    server_restart
     send      give each sample its server and its prompt's earlier responses     data_rebalance
                                                                                  sam_history
+                                                                                 known_lengths
     show      draw a progress line                                               rollout_progress
     move      move unfinished requests to other servers                          rollout_rebalance
     generate  verl's own, with one single-turn agent loop per worker             reuse_agent_loop
@@ -27,7 +28,13 @@ import ray
 
 from ascend_rl.glue.samples import keeps_no_state, known_of
 from ascend_rl.process.progress import sign
-from ascend_rl.rollout import engine_stats, request_mover, rollout_progress, server_restart
+from ascend_rl.rollout import (
+    engine_stats,
+    known_lengths,
+    request_mover,
+    rollout_progress,
+    server_restart,
+)
 from ascend_rl.rollout.data_rebalance import Placement
 from ascend_rl.rollout.prompt_memory import PromptMemory, keys_of
 from ascend_rl.rollout.servers import placed, split
@@ -95,6 +102,8 @@ class RolloutWorker(agent_loop.AgentLoopWorker):
     async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, trace=True, **sample):
         placed.set(sample.pop(SERVER, None))
         sampling_params = sam_history.with_history(sampling_params, sample.pop(sam_history.KEY, None))
+        expected = sample.pop(known_lengths.KEY, None)
+        sampling_params = known_lengths.with_lengths(sampling_params, expected)
         known = agent_name, asyncio.get_running_loop()
         if known not in self.agent_loops:
             config = agent_loop._agent_loop_registry.get(agent_name)
@@ -124,6 +133,7 @@ class RolloutManager(agent_loop.AgentLoopManager):
 
     Attributes:
         memory: what is known of prompts; None where no feature reads it.
+        expects: whether the engines schedule by the lengths in it.
         restarts: server_restart.Restarts, where servers restart.
     """
 
@@ -134,8 +144,9 @@ class RolloutManager(agent_loop.AgentLoopManager):
     def __init__(self, *args: Any, **kwargs: Any):
         self.agent_loop_workers_class = ray.remote(RolloutWorker)
         super().__init__(*args, **kwargs)
-        texts = sam_history.kept((self.rollout_config.get("engine_kwargs") or {}).get("vllm") or {})
-        if texts or self.rollout_config.get("data_rebalance"):
+        vllm = (self.rollout_config.get("engine_kwargs") or {}).get("vllm") or {}
+        texts, self.expects = sam_history.kept(vllm), known_lengths.schedules(vllm)
+        if texts or self.expects or self.rollout_config.get("data_rebalance"):
             self.memory = PromptMemory(texts)
 
     async def _init_global_load_balancer(self) -> None:
@@ -190,6 +201,9 @@ class RolloutManager(agent_loop.AgentLoopManager):
             columns[sam_history.KEY] = np.empty(len(keys), dtype=object)
             for row, known in enumerate(texts):
                 columns[sam_history.KEY][row] = known
+        if self.expects:
+            columns[known_lengths.KEY] = np.empty(len(keys), dtype=object)
+            columns[known_lengths.KEY][:] = known_lengths.known_of(self.memory, keys)
         if placement is not None:
             columns[SERVER] = np.array(self.server_addresses, dtype=object)[placement.rank]
         sent = DataProto(prompts.batch, prompts.non_tensor_batch | columns, prompts.meta_info)
@@ -201,7 +215,7 @@ class RolloutManager(agent_loop.AgentLoopManager):
             return output
         if placement is not None:
             output = output.select_idxs(placement.inverse)
-        for key in (SERVER, sam_history.KEY):
+        for key in (SERVER, sam_history.KEY, known_lengths.KEY):
             output.non_tensor_batch.pop(key, None)
         self.memory.learn(keys, output.batch)
         return output

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ascend_rl.lint.setup import ACTOR, ROLLOUT, VLLM, Setup
+from ascend_rl.rollout.known_lengths import SCHEDULER
 from ascend_rl.settings.switch import OFF
 from ascend_rl.settings.switches import Switch, table
 
@@ -26,7 +27,7 @@ def _same(key: str) -> Callable[[Setup, str], str]:
 
     def why(s: Setup, value: str) -> str:
         given = str(s.get(key))
-        same = given == value or (value.lower() in ("1", "true") and given in ("True", "sam"))
+        same = given == value or (value.lower() in ("1", "true") and given in ("True", "sam", SCHEDULER))
         return "" if same else f"the script does not pass it on: {key} is {s.get(key, 'not set')}"
 
     return why

@@ -37,6 +37,7 @@ from uuid import uuid4
 import numpy as np
 
 from ascend_rl.process.counts import count
+from ascend_rl.rollout.known_lengths import KEY, moved
 from ascend_rl.rollout.moved_kv import CONNECTOR, MEMORY, PARAMETER, Depot, place
 from ascend_rl.rollout.rollout_rebalance import Request, Server, plan
 from ascend_rl.rollout.servers import address_of, engine_ids, has_died, server_of
@@ -53,7 +54,7 @@ STATELESS = {
     "min_tokens", "logprobs", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "detokenize",
     "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids", "logit_bias",
 }  # fmt: skip
-STATELESS_EXTRA = {"sam_history"}  # of extra_args: earlier responses to draft from
+STATELESS_EXTRA = {"sam_history", KEY}  # of extra_args: earlier responses and their lengths
 # What the engines of two servers must have in common to load each other's KV.
 SAME_KV = (
     "dtype", "quantization", "kv_cache_dtype", "block_size", "tensor_parallel_size", "pipeline_parallel_size",
@@ -403,7 +404,7 @@ def remaining(sampling_params: Mapping[str, Any], done: int) -> dict[str, Any]:
     >>> remaining({"max_tokens": 10, "min_tokens": 2, "temperature": 0.9}, 3)
     {'max_tokens': 7, 'min_tokens': 0, 'temperature': 0.9}
     """
-    params = dict(sampling_params)
+    params = dict(moved(sampling_params, done))
     params["max_tokens"] -= done
     if params.get("min_tokens"):
         params["min_tokens"] = max(0, params["min_tokens"] - done)

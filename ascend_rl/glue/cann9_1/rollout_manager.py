@@ -30,7 +30,13 @@ from ascend_rl.glue.cann9_1.options import options
 from ascend_rl.glue.cann9_1.servers import Client, Servers
 from ascend_rl.glue.samples import keeps_no_state, known_of
 from ascend_rl.process.progress import sign
-from ascend_rl.rollout import engine_stats, request_mover, rollout_progress, server_restart
+from ascend_rl.rollout import (
+    engine_stats,
+    known_lengths,
+    request_mover,
+    rollout_progress,
+    server_restart,
+)
 from ascend_rl.rollout.prompt_memory import PromptMemory, keys_of
 from ascend_rl.rollout.servers import placed
 from ascend_rl.speculation import sam_history
@@ -59,6 +65,8 @@ class RolloutWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_actor_class__):
         servers = sample.pop(SERVERS, None)
         placed.set(servers[session_id] if servers else None)
         sampling_params = sam_history.with_history(sampling_params, sample.pop(sam_history.KEY, None))
+        expected = sample.pop(known_lengths.KEY, None)
+        sampling_params = known_lengths.with_lengths(sampling_params, expected)
         if agent_name not in self.agent_loops:
             config = agent_loop._agent_loop_registry.get(agent_name)
             if config is None or not keeps_no_state(config["_target_"]):
@@ -90,6 +98,7 @@ class RolloutManager(agent_loop_tq.AgentLoopManagerTQ):
 
     Attributes:
         memory: what is known of prompts; None where no feature reads it.
+        expects: whether the engines schedule by the lengths in it.
         restarts: server_restart.Restarts, where servers restart.
     """
 
@@ -104,8 +113,9 @@ class RolloutManager(agent_loop_tq.AgentLoopManagerTQ):
         self.options = options(self.rollout_config)
         self.timing: dict[str, float] = {}
         self.key_of: dict[str, str] = {}  # a prompt's key by its uid, until its responses are learned
-        texts = sam_history.kept((self.rollout_config.get("engine_kwargs") or {}).get("vllm") or {})
-        if texts or self.options["data_rebalance"]:
+        vllm = (self.rollout_config.get("engine_kwargs") or {}).get("vllm") or {}
+        texts, self.expects = sam_history.kept(vllm), known_lengths.schedules(vllm)
+        if texts or self.expects or self.options["data_rebalance"]:
             self.memory = PromptMemory(texts)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True).start()
@@ -170,6 +180,9 @@ class RolloutManager(agent_loop_tq.AgentLoopManagerTQ):
         self.timing |= metrics
         if texts is not None:
             assign_non_tensor_stack(prompts, sam_history.KEY, [texts[end - 1] for end in ends])
+        if self.expects:
+            known = known_lengths.known_of(self.memory, keys)
+            assign_non_tensor_stack(prompts, known_lengths.KEY, known)
         if placement is not None:
             servers = [self.server_addresses[rank] for rank in placement.rank]
             of_prompts = [servers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
