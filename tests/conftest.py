@@ -36,33 +36,7 @@ TOGETHER = {
 CPU_S = pytest.StashKey[float]()
 # Of another stack its own folder, and the files that both stacks run. The default one runs all other tests.
 FOLDERS = {"cann9.1": "cann9_1"}
-BOTH = (
-    "patched/test_a2_shared_card.py", "patched/test_align_fia_input_for_tnd_layout.py",
-    "patched/test_builder.py", "patched/test_core_binding.py",
-    "patched/test_cudagraph_capture_sizes.py", "patched/test_device_flops.py",
-    "patched/test_disable_gc.py", "patched/test_driver_version.py", "patched/test_engine_outputs.py",
-    "patched/test_eplb_policy.py", "patched/test_front_end.py", "patched/test_gspo.py",
-    "patched/test_hot_swap_expandable_segments.py", "patched/test_length_quantiles.py",
-    "patched/test_length_scheduler.py",
-    "patched/test_listen_on_loopback.py", "patched/test_mcore_layer_offset.py",
-    "patched/test_megatron_offload.py", "patched/test_moe_alltoallv.py",
-    "patched/test_moe_update_weights.py", "patched/test_npu_bs_threshold.py",
-    "patched/test_npu_chunked_moe.py", "patched/test_npu_dp_padding.py",
-    "patched/test_npu_draft_graphs.py", "patched/test_npu_dummy_slot_mapping.py",
-    "patched/test_npu_engine_stats.py", "patched/test_npu_eplb.py", "patched/test_npu_eplb_group.py",
-    "patched/test_npu_graphs_by_rank.py", "patched/test_npu_import_inductor.py",
-    "patched/test_npu_length_scheduler.py",
-    "patched/test_npu_moved_kv.py", "patched/test_npu_preempted_drafts.py", "patched/test_npu_races.py",
-    "patched/test_npu_rejection_sampler.py", "patched/test_npu_replay_stream.py",
-    "patched/test_npu_sampling_params.py", "patched/test_npu_sleep_empty_cache.py",
-    "patched/test_npugraph_ex_for_spec_decode.py", "patched/test_npugraph_ex_static_kernel.py",
-    "patched/test_results_queue.py", "patched/test_set_hccl_op_expansion_mode.py",
-    "patched/test_short_sequences.py", "patched/test_sleep_level_2.py",
-    "patched/test_spec_decode_logprobs.py", "patched/test_support_eplb.py", "patched/test_tracking.py",
-    "patched/test_vllm_cpu_expert_parallel.py", "patched/test_weight_sockets.py",
-    "software_npu/test_device_node.py", "software_npu/test_device_operators.py",
-    "software_npu/test_device_streams.py", "test_bench.py", "test_image.py",
-)  # fmt: skip
+BOTH = set(Path(__file__).with_name("both_stacks.txt").read_text().splitlines())
 CLONE_NEWNS = 0x00020000  # of linux/sched.h; os.unshare comes with Python 3.12
 
 # Also with PYTHONDONTWRITEBYTECODE: compiling its tests is much of what pytest does before the first one.
@@ -241,7 +215,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if collection_path.suffix != ".py":
         return None
     folder = collection_path.parent.name
-    own = folder == FOLDERS.get(NAME) or f"{folder}/{collection_path.name}" in BOTH
+    name = collection_path.relative_to(Path(__file__).parent).as_posix()
+    own = folder == FOLDERS.get(NAME) or name in BOTH
     return True if (NAME != DEFAULT or folder in FOLDERS.values()) and not own else None
 
 
