@@ -19,6 +19,8 @@ def rollout(path: str, ours: bool, ahead: bool) -> dict:
         path, async_scheduling=ahead, max_num_seqs=24, num_gpu_blocks_override=14, skip_tokenizer_init=True,
         enable_prefix_caching=False, **options,
     )  # fmt: skip
+    if ours:  # as one of several engines that step together
+        llm.llm_engine.engine_core.engine_core.scheduler.alone = False
     return run(llm, requests(6, 6, 400, sampled=False))
 
 
