@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 
 import pytest
 from device_job import ROOT, SITE, on_npu
@@ -20,7 +21,8 @@ NODE = ROOT / "software_npu/node"
 
 
 def node(chip: str, count: int) -> dict[str, str]:
-    return os.environ | {
+    ours = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}  # of CPU runs
+    return ours | {
         "PATH": f"{NODE}/bin:{os.environ['PATH']}",
         "SOFTWARE_NPU_CHIP": chip,
         "SOFTWARE_NPU_COUNT": str(count),
@@ -122,6 +124,10 @@ def test_verl_sends_weights_as_the_driver_permits(driver, shared, tmp_path):
         )
         for program in (SENDS, RECEIVES)
     ]
+    while all(process.poll() is None for process in both):
+        time.sleep(0.1)
+    if any(process.poll() for process in both):  # the other one would wait forever
+        [process.kill() for process in both]
     said = [process.communicate(timeout=600) for process in both]
     assert [process.returncode for process in both] == [0, 0], "".join(error[-1500:] for _, error in said)
     assert said[1][0].split()[-2:] == ["received", str(20 * 140_288)]
