@@ -157,7 +157,7 @@ def test_an_npu_that_is_not_there_is_an_error():
 @pytest.mark.parametrize("series", CHIPS)
 def test_vllm_ascend_is_compiled_for_the_chip_only_where_that_is_asked_for(series):
     asked = "import torch; from vllm_ascend._build_info import __device_type__ as series; print(series)"
-    own = npu_tools.built_for(ROOT / "frameworks/vllm_ascend/vllm_ascend")
+    own = npu_tools.built_for(stack.DIRECTORY / "frameworks/vllm_ascend/vllm_ascend")
     environment = node(CHIPS[series], 2)
     assert run(asked, **environment, SOFTWARE_NPU_VLLM_ASCEND="1").split()[-1] == series
     if own:
