@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 
 import pytest
 from device_job import ROOT, SITE, on_npu
@@ -20,7 +21,8 @@ NODE = ROOT / "software_npu/node"
 
 
 def node(chip: str, count: int) -> dict[str, str]:
-    return os.environ | {
+    ours = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}  # of CPU runs
+    return ours | {
         "PATH": f"{NODE}/bin:{os.environ['PATH']}",
         "SOFTWARE_NPU_CHIP": chip,
         "SOFTWARE_NPU_COUNT": str(count),
@@ -122,6 +124,10 @@ def test_verl_sends_weights_as_the_driver_permits(driver, shared, tmp_path):
         )
         for program in (SENDS, RECEIVES)
     ]
+    while all(process.poll() is None for process in both):
+        time.sleep(0.1)
+    if any(process.poll() for process in both):  # the other one would wait forever
+        [process.kill() for process in both]
     said = [process.communicate(timeout=600) for process in both]
     assert [process.returncode for process in both] == [0, 0], "".join(error[-1500:] for _, error in said)
     assert said[1][0].split()[-2:] == ["received", str(20 * 140_288)]
@@ -151,7 +157,7 @@ def test_an_npu_that_is_not_there_is_an_error():
 @pytest.mark.parametrize("series", CHIPS)
 def test_vllm_ascend_is_compiled_for_the_chip_only_where_that_is_asked_for(series):
     asked = "import torch; from vllm_ascend._build_info import __device_type__ as series; print(series)"
-    own = npu_tools.built_for(ROOT / "frameworks/vllm_ascend/vllm_ascend")
+    own = npu_tools.built_for(stack.DIRECTORY / "frameworks/vllm_ascend/vllm_ascend")
     environment = node(CHIPS[series], 2)
     assert run(asked, **environment, SOFTWARE_NPU_VLLM_ASCEND="1").split()[-1] == series
     if own:
