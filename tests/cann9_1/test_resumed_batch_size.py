@@ -9,6 +9,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
+from ascend_rl.process.save_by import SaveBy
 from ascend_rl.weights import checkpoints
 
 PROMPTS = 24
@@ -51,9 +52,13 @@ def run(root: Path, monkeypatch, batch: int, epochs: int, *options: str, die_at:
             Path(path).mkdir(parents=True)
 
         def on_train_begin(self):
+            self.save_by = SaveBy()
+
+        def nothing(self, *_):
             pass
 
-        on_step_end = _start_profiling = _stop_profiling = _shutdown_dump_executor = on_train_begin
+        on_step_end = _start_profiling = _stop_profiling = _shutdown_dump_executor = nothing
+        record_generations = nothing
 
         def let_servers_restart(self, manager):
             pass
