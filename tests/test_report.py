@@ -533,7 +533,8 @@ def test_the_page_needs_no_other_file(run, tmp_path):
     assert page.outside == [] and len(page.images) == 2
     assert all(image.shape[0] > 400 and image[..., :3].std() > 0.05 for image in page.images)
     assert page.texts.count("<b>&other") == 1 and page.texts.count("0.600") == 2  # the final reward of both
-    changed = page.texts[page.texts.index("Difference to the recipe") :]
+    start, end = (page.texts.index(title) for title in ("Difference to the recipe", "Generations"))
+    changed = page.texts[start:end]
     cells = [
         *("key", "recipe", "this run"),
         *("trainer.total_epochs", "1", "2"),
