@@ -44,6 +44,8 @@ def test_a_later_start_replaces_steps_from_its_first_one_on(tmp_path, monkeypatc
     start((3, 4), "new")
     old, new = (tmp_path / mark / FILE for mark in ("old", "new"))
     old.rename(new.with_name("generations.1.jsonl"))
+    with new.open("a") as file:
+        file.write('{"step": 5, "ki')  # killed while it wrote
     found = read(new)
     assert {step: samples[0]["prompt"] for step, samples in found.items()} == {
         1: "old?", 2: "old?", 3: "new?", 4: "new?",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import sys
 import time
@@ -27,6 +28,15 @@ def parts(path: Path) -> list[Path]:
         if number.isdigit():
             found[int(number)] = each
     return [found[number] for number in sorted(found)]
+
+
+def records(path: Path) -> list[dict]:
+    """Of a file of JSON lines, if it exists; a line that a killed process did not end is left out."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def set_aside(paths: Iterable[Path]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ascend_rl.process.logs import LogFile, parts
+from ascend_rl.process.logs import LogFile, parts, records
 
 FILE = "generations.jsonl"
 KINDS = ("first", "longest", "best", "worst", "truncated")
@@ -97,9 +97,7 @@ def read(path: Path) -> dict[int, list[dict]]:
     """step -> samples. Of a run's starts, each replaces what came before from its first step on."""
     found: dict[int, list[dict]] = {}
     for part in (*parts(path), path):
-        if not part.exists():
-            continue
-        new = [json.loads(line) for line in part.read_text().splitlines()]
+        new = records(part)
         first = min((sample["step"] for sample in new), default=np.inf)
         found = {step: samples for step, samples in found.items() if step < first}
         for sample in new:

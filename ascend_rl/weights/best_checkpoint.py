@@ -7,13 +7,12 @@ verl validates a step after it saved it, so a checkpoint is judged when the next
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ascend_rl.process.logs import parts
+from ascend_rl.process.logs import parts, records
 
 SWITCH = "KEEP_BEST"
 
@@ -44,11 +43,7 @@ def read(path: Path) -> dict[int, dict[str, float]]:
     """step -> its numbers, of verl's metrics.jsonl after what earlier starts left beside it."""
     found: dict[int, dict[str, float]] = {}
     for part in (*parts(path), path):
-        for line in part.read_text().splitlines() if part.exists() else []:
-            try:
-                record = json.loads(line)
-            except ValueError:  # the last line of a killed run
-                continue
+        for record in records(part):
             numbers = {
                 key: float(value)
                 for key, value in record["data"].items()

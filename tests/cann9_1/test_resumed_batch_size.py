@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from training_stage import OTHER_BATCH, PROMPTS
 
 from ascend_rl.process.save_by import SaveBy
 from ascend_rl.weights import checkpoints
-
-PROMPTS = 24
 
 
 class Killed(BaseException):
@@ -103,17 +102,6 @@ def run(root: Path, monkeypatch, batch: int, epochs: int, *options: str, die_at:
     except Killed:
         trained.pop()
     return trained, epochs_said, trainer
-
-
-# (batch, epochs, steps of that) before and after; 24 prompts a pass. The last one does not divide a pass.
-OTHER_BATCH = {
-    "larger": ((4, 1, 2), (8, 1, 2)),
-    "smaller": ((8, 1, 2), (4, 1, 2)),
-    "in the second pass": ((4, 2, 8), (8, 2, 2)),
-    "at the end of a pass": ((4, 2, 6), (8, 2, 3)),
-    "further passes": ((8, 1, 2), (4, 3, 2 + 6 + 6)),
-    "a rest of a pass": ((4, 2, 4), (7, 2, 1 + 3)),
-}
 
 
 @pytest.mark.parametrize("case", OTHER_BATCH)

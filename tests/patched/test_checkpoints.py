@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import training_stage
-from training_stage import FILTER, PROMPTS, Stage, train
+from training_stage import FILTER, OTHER_BATCH, PROMPTS, Stage, train
 
 from ascend_rl.weights import checkpoints
 
@@ -104,17 +104,6 @@ def test_a_run_of_several_passes_resumes_wherever_it_was_cut(tmp_path, monkeypat
 
 def prompts(events: list[tuple]) -> list[list[int]]:
     return [event[1] for event in events]
-
-
-# (batch, epochs, steps of that) before and after; 24 prompts a pass. The last one does not divide a pass.
-OTHER_BATCH = {
-    "larger": ((4, 1, 2), (8, 1, 2)),
-    "smaller": ((8, 1, 2), (4, 1, 2)),
-    "in the second pass": ((4, 2, 8), (8, 2, 2)),
-    "at the end of a pass": ((4, 2, 6), (8, 2, 3)),
-    "further passes": ((8, 1, 2), (4, 3, 2 + 6 + 6)),
-    "a rest of a pass": ((4, 2, 4), (7, 2, 1 + 3)),
-}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,15 @@ actor_rollout_ref.rollout.agent.num_workers=1 actor_rollout_ref.rollout.name=vll
 trainer.val_before_train=True trainer.test_freq=2 trainer.total_training_steps=5
 actor_rollout_ref.actor.optim.lr=1e-3
 """.split()
+# (batch, epochs, steps of that) before and after; 24 prompts a pass. The last one does not divide a pass.
+OTHER_BATCH = {
+    "larger": ((4, 1, 2), (8, 1, 2)),
+    "smaller": ((8, 1, 2), (4, 1, 2)),
+    "in the second pass": ((4, 2, 8), (8, 2, 2)),
+    "at the end of a pass": ((4, 2, 6), (8, 2, 3)),
+    "further passes": ((8, 1, 2), (4, 3, 2 + 6 + 6)),
+    "a rest of a pass": ((4, 2, 4), (7, 2, 1 + 3)),
+}
 FILTER = ["algorithm.filter_groups.enable=True"]
 
 
