@@ -91,6 +91,15 @@ def same_environment():
     os.environ.update({name: value for name, value in before.items() if after.get(name) != value})
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_groups_left():
+    """After each file, destroy vLLM's groups: those of a dense model's engine have none for experts."""
+    yield
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    if state and state._WORLD:
+        state.cleanup_dist_env_and_memory()
+
+
 @pytest.fixture
 def counts(tmp_path, monkeypatch):
     """Called, what features have counted so far in this test, without what never happened."""
