@@ -8,7 +8,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ascend_rl.rollout.generations import FILE, KEPT, pick, read, record, shortened
+from ascend_rl.process.logs import by_step
+from ascend_rl.rollout.generations import FILE, KEPT, pick, record, shortened
 
 ROW = st.tuples(st.integers(0, 8), st.sampled_from([0.0, 0.5, 1.0, math.nan]))
 
@@ -46,7 +47,7 @@ def test_a_later_start_replaces_steps_from_its_first_one_on(tmp_path, monkeypatc
     old.rename(new.with_name("generations.1.jsonl"))
     with new.open("a") as file:
         file.write('{"step": 5, "ki')  # killed while it wrote
-    found = read(new)
+    found = by_step(new)
     assert {step: samples[0]["prompt"] for step, samples in found.items()} == {
         1: "old?", 2: "old?", 3: "new?", 4: "new?",
     }  # fmt: skip

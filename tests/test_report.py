@@ -212,6 +212,34 @@ def test_a_page_shows_generations(tmp_path):
     assert "best: score 0.5, 3 tokens" in page
 
 
+def test_a_page_shows_who_is_slow(tmp_path, monkeypatch):
+    """Ranks by step, with a step that was not measured left blank; engines only where there are several."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    run = write(tmp_path, records())
+    ratios = {step: [1.0, 1.3 if step > 3 else 1.0, 1.0] for step in (2, 3, 5)}
+    lines = [
+        {"step": step, "ranks": [{"rank": n, "ratio": each} for n, each in enumerate(of)],
+         "engines": {"0": {"steps": 3}}}
+        for step, of in ratios.items()
+    ]  # fmt: skip
+    monkeypatch.setattr(plt, "close", lambda figure: None)  # to look at what was drawn
+    [panel] = report_plots.heat_maps(lines)
+    report_plots.plot([("a", [])], tmp_path / "heat.png", [panel])
+    drawn = np.ma.filled(plt.gcf().axes[0].images[0].get_array(), np.nan)
+    monkeypatch.undo()
+    plt.close("all")
+    expected = np.transpose([ratios.get(step, [np.nan] * 3) for step in (2, 3, 4, 5)])
+    assert np.array_equal(drawn, expected, equal_nan=True)
+    images = []
+    for _ in range(2):
+        assert command(run, "--html").returncode == 0
+        images.append(len(Page((run / "report.html").read_text()).images))
+        (run / "ranks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert images[1] == images[0] + 1
+
+
 def test_drawn_are_the_ranges_of_requests_and_only_what_is_there(tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 

@@ -60,7 +60,7 @@ RAY_SOCKET = "/ascend-rl-12345678/r/session_2026-01-01_00-00-00_000000_4194304/s
 # Not for what is started: frameworks give some of these a meaning of their own.
 LAUNCHERS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "CLUSTER_TOKEN", "RAY_ADDRESS")
 # What a start writes on the head, beside logs.
-OF_HEAD = ("metrics.jsonl", "generations.jsonl", "hydra", "run.json", "hang")
+OF_HEAD = ("metrics.jsonl", "generations.jsonl", "ranks.jsonl", "hydra", "run.json", "hang")
 # Only bash can source the environment script.
 INSIDE = """
 . "$1/internal/common.sh"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import sys
 import time
@@ -36,6 +37,19 @@ def records(path: Path) -> list[dict]:
     for line in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
             found.append(json.loads(line))
+    return found
+
+
+def by_step(path: Path) -> dict[int, list[dict]]:
+    """step -> records of a run that has them by ``step``. Of its starts, each replaces what came before from
+    its first step on."""
+    found: dict[int, list[dict]] = {}
+    for part in (*parts(path), path):
+        new = records(part)
+        first = min((record["step"] for record in new), default=math.inf)
+        found = {step: of for step, of in found.items() if step < first}
+        for record in new:
+            found.setdefault(record["step"], []).append(record)
     return found
 
 

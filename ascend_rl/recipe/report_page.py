@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from ascend_rl.process.logs import by_step
 from ascend_rl.recipe import report_figures, report_plots
 from ascend_rl.recipe.report_figures import FINAL_STEPS
-from ascend_rl.rollout import generations
+from ascend_rl.rollout import generations, slow_ranks
 from ascend_rl.settings.metrics import ENTROPY, GAP_MAX, GAP_MEAN, PREEMPTED, REWARD
 
 STYLE = """body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
@@ -139,7 +140,7 @@ def grid(kind: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def samples(run: Path, most: int = 40) -> Iterator[str]:
     """The responses that a run kept, of at most so many steps, evenly spaced, the last one first."""
-    found = generations.read(run / generations.FILE)
+    found = by_step(run / generations.FILE)
     steps = sorted(found)
     shown = {steps[round(i * (len(steps) - 1) / max(most - 1, 1))] for i in range(most)} if steps else set()
     for step in sorted(shown, reverse=True):
@@ -173,6 +174,8 @@ def page(
     keys = list(dict.fromkeys(key for column in columns for key in column))
     found = list(warnings(rows[0], sum(overrides(directories[0]), [])))
     changed, engines = difference(directories[0]), report_plots.of_engines(rows[0])
+    times = by_step(directories[0] / slow_ranks.FILE).values()
+    slow = report_plots.heat_maps([line for of in times for line in of])
     lines = [
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width">',  # phones lay out for a desk otherwise
@@ -185,6 +188,7 @@ def page(
         picture(runs, report_plots.SUMMARY, "reward, response length, clipped share, step time"),
         picture(runs, report_plots.DETAILS, "probability gap, throughput, entropy, KL"),
         picture(runs, engines, "KV cache, preemptions, requests, MFU, drafts, graphs") if engines else "",
+        picture(runs, slow, "which rank and which engine is slow") if slow else "",
         "<h2>Difference to the recipe</h2>",
         grid("changed", ["key", "recipe", "this run"], changed) if changed else "<p>none</p>",
         "<h2>Generations</h2>",

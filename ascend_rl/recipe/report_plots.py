@@ -18,6 +18,7 @@ from ascend_rl.recipe.report_figures import (
     series,
     validation,
 )
+from ascend_rl.rollout import slow_ranks
 from ascend_rl.settings.metrics import (
     ACCEPTANCE,
     CLIPPED,
@@ -140,6 +141,38 @@ def of_engines(rows: list[dict]) -> list:
     """The panels of ENGINES that have something to show."""
     keys = {key for row in rows for key in row}
     return [draw for start, draw in ENGINES.items() if any(key.startswith(start) for key in keys)]
+
+
+def heat_map(steps: Sequence[dict], kind: str):
+    """Who is slow, by step: the time of each rank or engine in units of the median.
+
+    Args:
+        steps: lines of ranks.jsonl (ascend_rl/process/slow_ranks.py).
+        kind: "ranks" or "engines".
+    """
+    found = {line["step"]: slow_ranks.ratios(line, kind) for line in steps}
+    names = sorted(set().union(*found.values()), key=lambda name: [int(part) for part in name.split(".")])
+    every = range(min(found), max(found) + 1)
+    values = [[found.get(step, {}).get(name, math.nan) for step in every] for name in names]
+
+    def draw(axes, runs: list[tuple[str, list[dict]]]) -> None:
+        extent = (every[0] - 0.5, every[-1] + 0.5, len(names) - 0.5, -0.5)
+        options = {"aspect": "auto", "cmap": "coolwarm", "vmin": 0.7, "vmax": 1.3, "interpolation": "nearest"}
+        image = axes.imshow(values, extent=extent, **options)
+        shown = range(0, len(names), max(1, len(names) // 16))
+        axes.set(title=f"time of {kind} (1: the median)")
+        axes.set_yticks(shown, [names[i] for i in shown])
+        axes.figure.colorbar(image, ax=axes, extend="both")
+
+    return draw
+
+
+def heat_maps(steps: Sequence[dict]) -> list:
+    """Of ranks and of engines, where there are several."""
+    kinds = ("ranks", "engines")
+    return [
+        heat_map(steps, kind) for kind in kinds if any(len(slow_ranks.ratios(s, kind)) > 1 for s in steps)
+    ]
 
 
 def plot(runs: list[tuple[str, list[dict]]], file: Path | BinaryIO, panels: Sequence = SUMMARY) -> None:

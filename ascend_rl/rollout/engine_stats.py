@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+from ascend_rl.rollout import engine_times
 from ascend_rl.rollout.servers import server_of
 from ascend_rl.settings.metrics import (
     ACCEPTANCE,
@@ -29,6 +30,7 @@ from ascend_rl.settings.metrics import (
 )
 
 PREFIX = "rollout/"
+BY_ENGINE = ("requests", "times")
 # metric: (counts that it is the quotient of); counts can be added over generation batches of a step.
 QUOTIENTS = {
     ACCEPTANCE: ("rollout/accepted", "rollout/drafted"),
@@ -47,6 +49,7 @@ class EngineStats:
     def __init__(self, graphs: bool):
         self.graphs = graphs
         self.usage_now: dict[int, float] = {}
+        self.times = engine_times.EngineTimes()
         self.reset()
 
     def reset(self) -> None:
@@ -65,6 +68,7 @@ class EngineStats:
         self.usage = max(self.usage, stats.kv_cache_usage)
         held = stats.num_running_reqs + stats.num_waiting_reqs
         self.requests[engine] = max(self.requests.get(engine, 0), held)
+        self.times.record(engine, outputs)
         if drafts := stats.spec_decoding_stats:
             self.drafted += drafts.num_draft_tokens
             self.accepted += drafts.num_accepted_tokens
@@ -77,10 +81,12 @@ class EngineStats:
         return {"kv": max(self.usage_now.values(), default=0.0), "preempted": self.preempted}
 
     def take(self) -> dict[str, Any]:
-        """Counts by the names of QUOTIENTS and metrics, `requests` by engine; then start again at zero."""
+        """Counts by the names of QUOTIENTS and metrics, BY_ENGINE by engine; then start again at zero."""
         if not self.usage_now:  # no engine has sent statistics
             return {}
         taken = {USAGE: self.usage, PREEMPTED: self.preempted, "requests": self.requests}
+        if times := self.times.take():
+            taken["times"] = times
         if self.drafted:
             taken |= {"rollout/drafted": self.drafted, "rollout/accepted": self.accepted}
         if self.steps:
@@ -131,13 +137,16 @@ def merged(servers: Sequence[dict[str, Any]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for server in servers:
         for key, value in server.items():
-            if key != "requests":
+            if key not in BY_ENGINE:
                 found[key] = (max if key.endswith("/max") else sum)((found.get(key, 0), value))
     for index, server in enumerate(servers):
         engines = server.get("requests", {})
         for engine, requests in sorted(engines.items()):
             name = f"{index}.{engine}" if len(engines) > 1 else index
             found[f"{REQUESTS}{name}/max"] = requests
+            for size, sums in server.get("times", {}).get(engine, {}).items():
+                of = f"{engine_times.PREFIX}{name}/{size}"
+                found |= {f"{of}/{what}": value for what, value in zip(engine_times.SUMS, sums, strict=True)}
     return found
 
 
@@ -173,6 +182,8 @@ def step_metrics(
     >>> step_metrics(timing, {"perf/mfu/actor": 0.3})
     {'rollout/spec_acceptance': 0.75, 'perf/mfu/rollout': 0.06}
     """
+    for key in [key for key in timing if key.startswith(engine_times.PREFIX)]:
+        del timing[key]  # nobody wanted them
     found = {key: timing.pop(key) for key in list(timing) if key.startswith(PREFIX)}
     for share, (part, whole) in QUOTIENTS.items():
         parts, all_of = found.pop(part, 0), found.pop(whole, 0)

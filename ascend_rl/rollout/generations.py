@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ascend_rl.process.logs import LogFile, parts, records
+from ascend_rl.process.logs import LogFile
 
 FILE = "generations.jsonl"
 KINDS = ("first", "longest", "best", "worst", "truncated")
@@ -91,15 +91,3 @@ def record_batch(step: int, batch: dict, limit: int, decode: Callable) -> None:
 
     scores = batch["token_level_scores"].sum(-1)
     record(step, answered.sum(-1).tolist(), scores.tolist(), limit, texts)
-
-
-def read(path: Path) -> dict[int, list[dict]]:
-    """step -> samples. Of a run's starts, each replaces what came before from its first step on."""
-    found: dict[int, list[dict]] = {}
-    for part in (*parts(path), path):
-        new = records(part)
-        first = min((sample["step"] for sample in new), default=np.inf)
-        found = {step: samples for step, samples in found.items() if step < first}
-        for sample in new:
-            found.setdefault(sample["step"], []).append(sample)
-    return found

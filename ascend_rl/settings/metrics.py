@@ -40,6 +40,8 @@ ENTROPY, KL = "actor/entropy", "actor/ppo_kl"
 USAGE, PREEMPTED = "rollout/kv_cache_usage/max", "rollout/num_preempted"
 ACCEPTANCE, GRAPH_SHARE = "rollout/spec_acceptance", "rollout/graph_share"
 REQUESTS = "rollout/requests/"  # and the engine
+# The largest time of a rank, or engine, in units of the median (ascend_rl/rollout/slow_ranks.py).
+SLOWEST_RANK, SLOWEST_ENGINE = "perf/slowest_rank", "rollout/slowest_engine"
 MFU_UPDATE, MFU_LOG_PROBS, MFU_ROLLOUT = (
     f"perf/mfu/{phase}" for phase in ("actor", "actor_infer", "rollout")
 )
@@ -57,6 +59,8 @@ SHOWN = {
     PREEMPTED: Shown("preemptions per step", "{:.0f}", "{:.0f} preempted"),
     ACCEPTANCE: Shown("drafted tokens that were accepted", "{:.0%}"),
     GRAPH_SHARE: Shown("engine steps that replay a graph", "{:.0%}"),
+    SLOWEST_RANK: Shown("slowest rank (in units of the median)", "{:.2f}"),
+    SLOWEST_ENGINE: Shown("slowest engine (in units of the median)", "{:.2f}"),
     MFU_UPDATE: Shown("MFU of the update", "{:.1%}"),
     MFU_LOG_PROBS: Shown("MFU of old log-probs", "{:.1%}"),
     MFU_ROLLOUT: Shown("MFU of the rollout", "{:.1%}"),

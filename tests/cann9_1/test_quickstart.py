@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 
-from ascend_rl.rollout.generations import FILE, KINDS, read
+from ascend_rl.process.logs import by_step
+from ascend_rl.rollout.generations import FILE, KINDS
 
 
 def test_the_tiny_qwen3_learns_addition(root, tmp_path):
@@ -20,7 +21,7 @@ def test_the_tiny_qwen3_learns_addition(root, tmp_path):
     report = json.loads((tmp_path / "run/report.json").read_text())
     assert report["val_reward"] >= 0.9
     assert report["max_rollout_probs_diff"] <= 1e-5
-    samples = read(tmp_path / "run" / FILE)
+    samples = by_step(tmp_path / "run" / FILE)
     assert len(samples) == report["steps"]
     every = [sample for step in samples.values() for sample in step]
     assert all(re.search(r"\d+\+\d+", sample["prompt"]) for sample in every), every

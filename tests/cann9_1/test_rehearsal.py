@@ -8,6 +8,8 @@ import subprocess
 
 import pytest
 
+from ascend_rl.process.logs import records
+from ascend_rl.rollout import slow_ranks
 from ascend_rl.settings import stack
 
 # Signs that are counted: see ascend_rl/recipe/rehearsal.py.
@@ -46,6 +48,7 @@ EPLB = [
     f"+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.{key}"
     for key in ("num_iterations_eplb_update=8", "num_wait_worker_iterations=4")
 ]
+MEASURED = ("forward_s", "backward_s", "collectives_s", "micro_batches")
 # The trainer knows no truncation.
 FROM_ALL_TOKENS = ["actor_rollout_ref.rollout.top_k=-1", "actor_rollout_ref.rollout.top_p=1"]
 
@@ -75,5 +78,7 @@ def test_two_steps(root, tmp_path, recipe):
     assert bool(report["features"].get("moe_alltoallv")) == ("235b" in recipe)
     assert all(report["features"].get(name) for name in balanced), report
     assert bool(report["features"].get("router_replay")) == ("ROUTER_REPLAY" in variables)
+    [ranks] = filter(None, (line["ranks"] for line in records(tmp_path / "run" / slow_ranks.FILE)))
+    assert len(ranks) > 1 and min(rank[of] for rank in ranks for of in MEASURED) > 0, ranks
     tracker = tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "2"

@@ -12,13 +12,15 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from pathlib import Path
 
 import psutil
 import pytest
 from runs import BRIEF, PATIENCE_S, finish, launch, metrics, named, nothing_left_of, training
 
 from ascend_rl.launch.supervise import descendants
-from ascend_rl.rollout import generations
+from ascend_rl.process.logs import by_step
+from ascend_rl.rollout import generations, slow_ranks
 from ascend_rl.settings.claim import QUICKSTART, claim
 
 pytestmark = [pytest.mark.timeout(2 * PATIENCE_S)]
@@ -64,7 +66,7 @@ def test_gspo_learns_addition(quickstart, same_probabilities):
     assert any(row["actor/pg_clipfrac"] > 0 for row in steps)  # the second update of a step is off-policy
     assert all(row["actor/gspo/seq_ratio/p05"] <= row["actor/gspo/seq_ratio/p95"] for row in steps)
     assert list((output / "tensorboard").glob("events*"))
-    assert len(generations.read(output / generations.FILE)) == 40
+    assert len(by_step(output / generations.FILE)) == 40
 
 
 @pytest.mark.long
@@ -85,7 +87,7 @@ def test_its_model_is_exported_and_evaluated(quickstart):
 def test_two_workers_share_the_steps_of_dapo(tmp_path, nothing_left_behind, same_probabilities):
     """Two FSDP ranks, two vLLM servers; samples placed, requests that move, batches of groups that vary.
 
-    With the rollout's progress bar, which nobody sees unless it is asked for.
+    With the rollout's progress bar, which nobody sees unless it is asked for. One rank is slow.
     """
     output, rollout = tmp_path / "run", "actor_rollout_ref.rollout"
     process = launch(
@@ -96,8 +98,10 @@ def test_two_workers_share_the_steps_of_dapo(tmp_path, nothing_left_behind, same
         f"{rollout}.data_rebalance=True",
         f"{rollout}.use_tqdm=True",
         "trainer.test_freq=7",
+        "actor_rollout_ref.model.external_lib=slow_rank",
         NPUS_PER_NODE=2,
         STEPS=7,
+        PYTHONPATH=Path(__file__).parent,
         ROLLOUT_REBALANCE_ENABLE=1,
     )
     most: Counter = Counter()
@@ -126,6 +130,16 @@ def test_two_workers_share_the_steps_of_dapo(tmp_path, nothing_left_behind, same
     accuracy = "val-core/tiny/addition/acc/mean@1"
     before, after = (row[accuracy] for row in metrics(output) if accuracy in row)
     assert after > before
+    slow = re.findall(r"rank (\d+) \(\S+, device \d*\) computes (\S+) times as long as the median", text)
+    assert [rank for rank, _ in slow] == ["1"] and 1.15 < float(slow[0][1]) < 1.35
+    times = [line for of in by_step(output / slow_ranks.FILE).values() for line in of]
+    assert [line["step"] for line in times if line["ranks"]] == list(range(2, 8))
+    for line in times[1:]:
+        of_ranks = line["ranks"]
+        assert all(rank["backward_s"] > 0 and rank["forward_s"] > 4 * 0.15 for rank in of_ranks), line
+        assert of_ranks[0]["collectives_s"] > of_ranks[1]["collectives_s"] > 0  # the fast one waits
+        assert line["engines"].keys() == {"0", "1"}
+        assert all(of["tokens"] >= of["steps"] > 0 < of["seconds"] for of in line["engines"].values())
     drawn = re.findall(r"rollout 7: (\d+) tokens/s, 0 running, 0 waiting, longest (\d+):", text)
     assert drawn and all(int(speed) > 0 and 0 < int(longest) <= 16 for speed, longest in drawn)
 

@@ -19,6 +19,8 @@ import psutil
 import pytest
 from runs import PATIENCE_S, finish, launch, named, training
 
+from ascend_rl.process import logs
+from ascend_rl.rollout import slow_ranks
 from ascend_rl.weights.checkpoints import TRACKER
 from ascend_rl.weights.export import find, open_weights
 from ascend_rl.weights.qwen3 import read_model
@@ -100,6 +102,7 @@ IN_BFLOAT16 = [
     "grpo_qwen3_235b_128die_true_weight" + BFLOAT16,  # saved by Megatron
     "grpo_qwen3_32b_32die_true_weight" + BFLOAT16,  # and by mbridge
 ]
+MEASURED = ("forward_s", "backward_s", "collectives_s", "micro_batches")
 ADAMW = ("exp_avg", "exp_avg_sq", "fp32_param")  # of each weight
 IN_BRIEF = ["rollout switches", IN_BFLOAT16[0]]
 CASES = [*RECIPES, *SWITCHED, *IN_BFLOAT16] if os.environ.get("ALL_RECIPES") == "1" else IN_BRIEF
@@ -163,6 +166,8 @@ def check(case: str, output: Path, text: str) -> None:
     assert counted >= features | own
     if "gc_between" in features:
         assert "gc_within" not in counted
+    [ranks] = filter(None, (line["ranks"] for line in logs.records(output / slow_ranks.FILE)))
+    assert len(ranks) > 1 and min(rank[of] for rank in ranks for of in MEASURED) > 0, ranks
     peak, planned = report["peak_mb"], report["planned_mb"]
     # The plan counts numbers of 16 bits, and not masks [2048, 2048] and small buffers (docs/rehearsal.md).
     for of, processes in (("trainer", 1), ("rollout", 1), ("die", 2)):

@@ -6,13 +6,14 @@ import json
 
 from training_stage import WIDTH, N, train
 
-from ascend_rl.rollout.generations import FILE, read
+from ascend_rl.process.logs import by_step
+from ascend_rl.rollout.generations import FILE
 
 
 def test_each_step_has_its_samples(tmp_path, monkeypatch):
     options = f"data.max_response_length={WIDTH}", "trainer.total_training_steps=3"
     train(tmp_path, *options, monkeypatch=monkeypatch)
-    found = read(tmp_path / FILE)
+    found = by_step(tmp_path / FILE)
     assert sorted(found) == [1, 2, 3]
     for samples in found.values():
         of = {kind: sample for sample in samples for kind in sample["kinds"]}

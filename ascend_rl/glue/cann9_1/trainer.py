@@ -17,7 +17,7 @@ from omegaconf import OmegaConf, open_dict
 from ascend_rl.glue.cann9_1.options import options, ours
 from ascend_rl.loss import old_log_prob
 from ascend_rl.process.save_by import SaveBy
-from ascend_rl.rollout import generations, server_restart
+from ascend_rl.rollout import generations, server_restart, slow_ranks
 from ascend_rl.rollout.engine_stats import step_metrics
 from ascend_rl.weights import checkpoints
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -187,6 +187,7 @@ class Managed(Checkpoints):
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **step: Any) -> None:
         epochs = self.config.actor_rollout_ref.actor.ppo_epochs
+        metrics.update(slow_ranks.step_times(self.global_steps, self.actor_rollout_wg, timing_raw))
         metrics.update(step_metrics(timing_raw, metrics, epochs, self.rollout_phase))
         super()._compute_metrics(batch, metrics, timing_raw, **step)
 
