@@ -336,6 +336,14 @@ def test_what_needs_no_checkpoint_may_save_none(on_base):
         assert "train.saves_nothing" not in found
 
 
+def test_a_time_limit_needs_a_checkpoint(on_base, monkeypatch):
+    nothing, error = ["trainer.save_freq=-1"], "train.limit_saves_nothing"
+    assert error not in checks(linter.lint(on_base("fsdp"), None, nothing), "error")
+    monkeypatch.setenv("SAVE_BY", "3600")
+    assert error in checks(linter.lint(on_base("fsdp"), None, nothing), "error")
+    assert error not in checks(linter.lint(on_base("fsdp"), None, ["trainer.save_freq=5"]), "error")
+
+
 def test_a_schedule_that_a_resume_keeps(on_base):
     """A constant rate has none; FSDP restores it, Megatron does when asked; no checkpoint, no resume."""
     warmup, kept = "lr_warmup_steps=10", f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler=True"

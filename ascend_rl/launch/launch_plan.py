@@ -153,7 +153,7 @@ class Plan:
             "TENSORBOARD_DIR": str(self.output_dir / "tensorboard"),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self.token,
-            **{name: self.settings[name] for name in ("RESTART_SERVERS", "SERVER_DEADLINE_S")},
+            **{name: self.settings[name] for name in ("RESTART_SERVERS", "SERVER_DEADLINE_S", "SAVE_BY")},
             **{name: os.environ.get(name, value) for name, value in RAY_DEFAULTS.items()},
             # The launcher ends Ray when the run has ended: nothing is left to wait for.
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",

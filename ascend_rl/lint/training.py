@@ -176,6 +176,18 @@ def saves_nothing(s):
 
 
 @rule(
+    "train.limit_saves_nothing",
+    "error",
+    "a run with a time limit saves",
+    why="with save_freq=-1 there is nothing to save when the time is over: the run would just be ended",
+    fix="give trainer.save_freq, or leave --save-by (SAVE_BY) out",
+)
+def limit_saves_nothing(s):
+    if s.env.get("SAVE_BY") and not saves(s):
+        yield "trainer.save_freq", f"{s.get('trainer.save_freq')}, with SAVE_BY={s.env['SAVE_BY']}"
+
+
+@rule(
     "train.schedule_restarts",
     "warning",
     "a Megatron run that is resumed continues with its learning rate",
