@@ -42,7 +42,8 @@
 #   SAVE_BY              time by which the last step is saved and the run ends, with status 75: seconds from the start, or
 #                        2026-11-27T18:00, or @SECONDS since 1970; the same command resumes
 #   SAVE_GRACE_S         after SIGTERM, time to save the step that is being trained (0: stop at once); a second one stops
-#   ALERT                shell command that is called with a JSON on stall, restart, nan, gap and end (docs/watching.md)
+#   ALERT                shell command that is called with a JSON on stall, restart, nan, gap, die and end (docs/watching.md)
+#   WATCH_DIES_S         time between two readings of npu-smi and hccn_tool on each node (60; 0: none; docs/watching.md)
 #   RESTARTS             starts after a failure, each from the last checkpoint (0; docs/resilience.md)
 #   VERBOSE=1, --verbose show all output instead of a line of progress; it is in OUTPUT_DIR/train.log either way
 #   GAP_LIMIT            end the run if rollout and trainer probabilities differ by more in its first step (default

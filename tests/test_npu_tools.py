@@ -114,6 +114,21 @@ def test_hccn_tool(sample, reader, name, expected):
     assert reader("") is None
 
 
+def test_counters_of_hbm_and_links(sample):
+    none = {"single_bit": 0, "double_bit": 0, "isolated_pages": 0, "pages_to_isolate": 0}
+    assert npu_tools.parse_ecc(sample("a3_healthy/npu_smi_ecc.txt")) == {0: none, 1: none}
+    assert npu_tools.parse_ecc(sample("a2_busy/npu_smi_ecc.txt")) == {0: none | {"single_bit": 3}}
+    assert npu_tools.parse_link_stat(sample("a3_healthy/hccn_link_stat.txt")) == {
+        "link_ups": 2,
+        "link_downs": 1,
+    }
+    assert npu_tools.parse_link_stat(sample("a2_busy/hccn_link_stat.txt")) == {"link_ups": 2}
+    assert npu_tools.parse_packet_errors(sample("a2_busy/hccn_stat.txt")) == 7
+    unknown = "This device does not support querying ecc.\n"
+    assert npu_tools.parse_ecc(unknown) == npu_tools.parse_link_stat(unknown) == {}
+    assert npu_tools.parse_packet_errors(unknown) is None
+
+
 def test_addresses_and_partial_loss():
     assert npu_tools.parse_address("ipaddr:29.1.100.3\nnetmask:255.255.0.0\n") == "29.1.100.3"
     assert npu_tools.parse_address("vnic link status: UP\nvnic ipaddr: 192.168.2.199\n") == "192.168.2.199"

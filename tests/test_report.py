@@ -240,6 +240,28 @@ def test_a_page_shows_who_is_slow(tmp_path, monkeypatch):
     assert images[1] == images[0] + 1
 
 
+def test_a_report_has_the_dies(tmp_path):
+    """Of all starts and nodes; without a watch, nothing."""
+    plain = write(tmp_path / "plain", records())
+    run = write(tmp_path / "run", records())
+    hot = {"temperature_c": [96.0, 41.0], "warnings": [f"node a: die {i} <is> at 96 C" for i in range(25)]}
+    for name, rows in (
+        ("dies.1.jsonl", [{"node": "a", "time": 0.0} | hot, {"node": "b", "time": 0.0, "failed": "?"}]),
+        ("dies.jsonl", [{"node": node, "time": 60.0, "temperature_c": [50.0, None]} for node in "ca"]),
+    ):
+        (run / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = command(run, plain, "--html")
+    assert told.returncode == 0 and "Warnings of dies (25), the last one: 19" in told.stdout
+    found = json.loads((run / "report.json").read_text())["dies"]
+    assert found["highest_temperature_c"] == {"a": 96.0, "c": 50.0} and len(found["warnings"]) == 25
+    page = (run / "report.html").read_text()
+    assert "<td>a</td><td>96</td>" in page and page.count("die") > 20 and "and 5 earlier ones" in page
+    assert " node a: die 24 &lt;is&gt; at 96 C</p>" in page and "die 4 " not in page
+    assert command(plain, "--html").returncode == 0
+    assert "dies" not in json.loads((plain / "report.json").read_text())
+    assert "<h2>Dies</h2>" not in (plain / "report.html").read_text()
+
+
 def test_drawn_are_the_ranges_of_requests_and_only_what_is_there(tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 

@@ -25,12 +25,31 @@ from pathlib import Path
 # Series, for one of which vllm-ascend is compiled, as its setup.py names them: by how the chip's name begins.
 SERIES = {"ascend910b": "A2", "ascend910_93": "A3", "ascend310p": "_310P"}
 DEADLINE_S = 10.0  # npu-smi answers in about a second; one that hangs tells of a hung driver
+# Counts of `npu-smi info -t ecc`. The single-bit twins of the last two are always 0.
+ECC = {
+    "single_bit": "HBM Single Bit Error Count",
+    "double_bit": "HBM Double Bit Error Count",
+    "isolated_pages": "HBM Double Bit Isolated Pages Count",
+    "pages_to_isolate": "HBM Double Bit Next-Isolated Pages Count",  # at the next reset
+}
+# Not roce_qp_status_err_num, which also grows when a peer ends.
+PACKET_ERRORS = (
+    "mac_tx_bad_pkt_num",
+    "mac_rx_bad_pkt_num",
+    "roce_tx_err_pkt_num",
+    "roce_rx_err_pkt_num",
+    "roce_verification_err_num",
+)
 # Where the driver puts them when they are not on PATH.
 USUAL_PLACES = {"npu-smi": "/usr/local/bin/npu-smi", "hccn_tool": "/usr/local/Ascend/driver/tools/hccn_tool"}
 
 
 class ToolError(Exception):
     """A tool of the driver is absent, failed, hung, or printed something unknown; the text says which."""
+
+
+class NoAnswer(ToolError):
+    """A tool did not end before its deadline: the driver may hang."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,8 @@ class Die:
     hbm_used_mb: int | None
     hbm_total_mb: int | None
     bus: str  # address of its PCI function
+    power_w: float | None = None  # None for the second chip on A3
+    temperature_c: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +89,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None, deadline_s
     """The standard output of a tool.
 
     Raises:
-        ToolError: it is absent, fails, or does not end before the deadline; then it is killed.
+        ToolError: it is absent, fails, or does not end before the deadline (NoAnswer); then it is killed.
     """
     env = os.environ if env is None else env
     name = command[0]
@@ -94,7 +115,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None, deadline_s
         os.killpg(process.pid, signal.SIGKILL)
         process.stdout.close()  # one stuck in the driver cannot be waited for
         process.stderr.close()
-        raise ToolError(f"`{' '.join(command)}` did not answer within {deadline_s:.0f} s") from None
+        raise NoAnswer(f"`{' '.join(command)}` did not answer within {deadline_s:.0f} s") from None
     if process.returncode:
         said = (err.strip() or out.strip() or "no message").splitlines()[-1]
         raise ToolError(f"`{' '.join(command)}` failed with status {process.returncode}: {said.strip()}")
@@ -109,7 +130,7 @@ def parse_npu_smi(text: str) -> tuple[list[Die], list[Process]]:
     """
     dies: list[Die] = []
     processes: list[Process] = []
-    head: tuple[int, str, str] | None = None  # npu, name, health: the first row of a pair
+    head: tuple[int, str, list[str]] | None = None  # npu, name, other cells: the first row of a pair
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         words = cells[0].split()
@@ -120,17 +141,31 @@ def parse_npu_smi(text: str) -> tuple[list[Die], list[Process]]:
                 memory = int(cells[3]) if cells[3].isdigit() else 0
                 processes.append(Process(int(words[0]), int(words[1]), int(cells[1]), cells[2], memory))
         elif head is None:
-            head = (int(words[0]), " ".join(words[1:]), cells[1])
+            head = (int(words[0]), " ".join(words[1:]), cells[1:])
         else:
             usage = re.findall(r"([^\s/]+)\s*/\s*([^\s/]+)", cells[2])  # memory, then HBM
             used, total = (int(v) if v.isdigit() else None for v in (usage or [("", "")])[-1])
             index = int(words[1]) if len(words) > 1 and words[1].isdigit() else len(dies)
-            dies.append(Die(head[0], int(words[0]), index, head[1], head[2], used, total, cells[1]))
+            npu, name, (health, figures, *_) = head
+            power, temperature, *_ = [*map(measured, figures.split()), None, None]
+            chip = int(words[0])
+            dies.append(Die(npu, chip, index, name, health, used, total, cells[1], power, temperature))
             head = None
     if not dies or head is not None:
         first = next((line.strip() for line in text.splitlines() if line.strip(" +-=")), "nothing")
         raise ToolError(f"`npu-smi info` shows no table of dies, it printed: {first}")
     return dies, processes
+
+
+def visible(env: Mapping[str, str]) -> set[int] | None:
+    """The dies in ASCEND_RT_VISIBLE_DEVICES; None if it makes no selection."""
+    words = env.get("ASCEND_RT_VISIBLE_DEVICES", "").replace(" ", "").split(",")
+    return {int(word) for word in words} if words != [""] and all(map(str.isdigit, words)) else None
+
+
+def measured(word: str) -> float | None:
+    """A number of the table; None for "-" and "NA"."""
+    return float(word) if re.fullmatch(r"\d+(\.\d+)?", word) else None
 
 
 def parse_fields(text: str) -> list[dict[str, str]]:
@@ -154,6 +189,25 @@ def parse_fields(text: str) -> list[dict[str, str]]:
     if current or not blocks:
         blocks.append(header | current)
     return blocks
+
+
+def error_in(fields: Mapping[str, str]) -> str:
+    """Code and text of what is wrong with a die, in the fields of `-t health`; "" if nothing is said."""
+    words = (fields.get("Error Code"), fields.get("Error Information"))
+    return " ".join(word for word in words if word and word != "NA")
+
+
+def parse_ecc(text: str) -> dict[int, dict[str, int]]:
+    """Counts of HBM's ECC in `npu-smi info -t ecc -i NPU`, of each chip, as ECC names them.
+
+    Errors count from the last reset of the die, isolated pages over its life.
+    """
+    found = {}
+    for number, block in enumerate(parse_fields(text)):
+        counts = {name: int(block[field]) for name, field in ECC.items() if block.get(field, "").isdigit()}
+        if counts:
+            found[int(block.get("Chip ID", number))] = counts
+    return found
 
 
 def first_npu(env: Mapping[str, str] | None = None) -> int:
@@ -211,6 +265,18 @@ def parse_link(text: str) -> str | None:
     """ "UP" or "DOWN", of `-link -g` and of `-vnic -g`."""
     match = re.search(r"link status:\s*(\w+)", text)
     return match and match[1].upper()
+
+
+def parse_link_stat(text: str) -> dict[str, int]:
+    """How often a link came up and went down, of `-link_stat -g`; older tools count only the first."""
+    counts = re.findall(r"link (up|down) count\s*:\s*(\d+)", text)
+    return {f"link_{way}s": int(count) for way, count in counts}
+
+
+def parse_packet_errors(text: str) -> int | None:
+    """Bad packets of a RoCE port, sent and received, in `-stat -g`."""
+    counts = re.findall(rf"\b(?:{'|'.join(PACKET_ERRORS)}):\s*(\d+)", text)
+    return sum(map(int, counts)) if counts else None
 
 
 def parse_address(text: str) -> str | None:

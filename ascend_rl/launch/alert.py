@@ -4,7 +4,8 @@
 
 Kinds: ``stall`` (no sign of progress for too long), ``restart`` (a failure, and another start follows),
 ``nan`` (a metric of a step is no number), ``gap`` (rollout and trainer probabilities differ by more than
-GAP_LIMIT), ``end`` (of the run, whatever its status). ``nan`` and ``gap`` come once.
+GAP_LIMIT), ``die`` (a die of a node may fail, see die_watch.py), ``end`` (of the run, whatever its status).
+``nan`` and ``gap`` come once.
 
 The command runs beside the run, in a shell. It has DEADLINE_S; what it prints is thrown away; that it failed
 or did not end is one line. A run waits for it only when it ends, and no longer than that.

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -33,6 +34,8 @@ from unittest import mock
 from ascend_rl.launch import registry
 from ascend_rl.launch.agreement import Agreement
 from ascend_rl.launch.alert import Alerts
+from ascend_rl.launch.die_watch import FILE as DIES
+from ascend_rl.launch.die_watch import Book, DieWatch
 from ascend_rl.launch.first_step import gate, limit_of
 from ascend_rl.launch.hang import Stacks, packed
 from ascend_rl.launch.launch_plan import (
@@ -51,6 +54,7 @@ from ascend_rl.launch.time_limit import EXIT_RESUMES, TimeLimit
 from ascend_rl.process import counts
 from ascend_rl.process.logs import set_aside
 from ascend_rl.process.ports import free_port
+from ascend_rl.process.progress import rank_of_die
 from ascend_rl.settings import claim, hidden
 from ascend_rl.settings.switch import CannotWork, switched_on
 
@@ -60,7 +64,7 @@ RAY_SOCKET = "/ascend-rl-12345678/r/session_2026-01-01_00-00-00_000000_4194304/s
 # Not for what is started: frameworks give some of these a meaning of their own.
 LAUNCHERS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "CLUSTER_TOKEN", "RAY_ADDRESS")
 # What a start writes on the head, beside logs.
-OF_HEAD = ("metrics.jsonl", "generations.jsonl", "ranks.jsonl", "hydra", "run.json", "hang")
+OF_HEAD = ("metrics.jsonl", "generations.jsonl", "ranks.jsonl", DIES, "hydra", "run.json", "hang")
 # Only bash can source the environment script.
 INSIDE = """
 . "$1/internal/common.sh"
@@ -357,7 +361,7 @@ def together(plan: Plan, directory: Path, restarts: Restarts) -> tuple[int, bool
             side.link.asked = lambda: packed(stacks.collect())
         ours.close()
         why = f"(its log there: {plan.log_file})"
-        code = supervised(plan, directory, addresses, limit, stacks, restarts.alerts, side.ended, leaving)
+        code = supervised(plan, directory, addresses, limit, stacks, restarts.alerts, leaving, side)
     except (RendezvousError, Stopped) as error:
         code, why = error.status, f"({error})"
         link = None if plan.role == "head" or isinstance(error, Stopped) else side.link
@@ -383,11 +387,18 @@ def supervised(
     limit: TimeLimit,
     stacks: Stacks,
     alerts: Alerts,
-    ended=lambda: None,
-    leaving=lambda ending: None,
+    leaving: Callable[[Ending], None],
+    side: Head | Worker | None = None,
 ) -> int:
     """Run launch_node to its end, or to that of another node; the head tells the others at once."""
     is_head = plan.role == "head"
+    ended = side.ended if side else lambda: None
+    stop = watch_dies(plan, stacks, alerts, side)
+
+    def left(ending: Ending) -> None:
+        stop()
+        leaving(ending)
+
     train = ["bash", plan.script, *plan.overrides]
     if plan.check:
         train = [sys.executable, "-m", "ascend_rl.launch.check"]
@@ -405,7 +416,7 @@ def supervised(
     if not is_head:
         title = "" if plan.on("VERBOSE") else f"working for {plan.head}"
         return supervise(
-            command, plan.log_file, title=title, ended=ended, leaving=leaving, limit=limit, stacks=stacks
+            command, plan.log_file, title=title, ended=ended, leaving=left, limit=limit, stacks=stacks
         )
     return supervise(
         command,
@@ -416,12 +427,39 @@ def supervised(
         plan.seconds("STALL_DEADLINE_S"),
         plan.seconds("START_DEADLINE_S"),
         ended,
-        leaving,
+        left,
         gate(plan.settings["GAP_LIMIT"], plan.output_dir, lambda text: log(plan, text)),
         limit,
         stacks,
         alerts,
     )
+
+
+def watch_dies(plan: Plan, stacks: Stacks, alerts: Alerts, side: Head | Worker | None) -> Callable[[], None]:
+    """Begin to read this node's dies, and on the head to judge those of all nodes; returns what ends it."""
+
+    def warn(text: str) -> None:
+        log(plan, f"WARNING: {text}")
+        alerts.send("die", alerts.step, text)
+
+    def take(row: dict) -> None:
+        if book:
+            book.take(plan.address, row)
+        else:
+            side.link.send(dies=row)
+
+    book = Book(plan.output_dir / DIES, warn) if plan.role == "head" else None
+    if book and side:
+        side.hear(book.take)
+    watch = DieWatch(plan.seconds("WATCH_DIES_S"), take, lambda: rank_of_die(stacks.signs))
+    watch.start()
+
+    def stop() -> None:
+        watch.stop()
+        if book:
+            book.close()
+
+    return stop
 
 
 def alerts_of(plan: Plan) -> Alerts:

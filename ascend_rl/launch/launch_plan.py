@@ -67,6 +67,7 @@ SETTINGS = dict.fromkeys(
     "",
 ) | {
     "SAVE_GRACE_S": "0",
+    "WATCH_DIES_S": "60",
     "DASHBOARD_HOST": "127.0.0.1",
     "NODES_DEADLINE_S": "1800",
     "RAY_DEADLINE_S": "900",
@@ -275,7 +276,8 @@ def make_plan(
     if env_script and not Path(env_script).is_file():
         raise CannotWork(f"environment script '{env_script}' not found")
     for name in SETTINGS:
-        if name.endswith(("_DEADLINE_S", "_GRACE_S")) and not settings[name].replace(".", "", 1).isdigit():
+        seconds = name.endswith(("_DEADLINE_S", "_GRACE_S", "_DIES_S"))
+        if seconds and not settings[name].replace(".", "", 1).isdigit():
             raise CannotWork(f"{name} must be seconds, it is '{settings[name]}'")
     for name in SWITCHES:
         switched_on(name, settings)

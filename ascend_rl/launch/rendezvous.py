@@ -11,6 +11,7 @@ interface, each worker connects, and the connection stays open until the end.
 - A closed connection, or `silence_s` without a sign of life (a pulled cable, a frozen machine), is an end.
 - The end carries an exit status, in both directions, and whether it is final or the node restarts.
 - A time limit (time_limit.py) goes in both directions too, as the seconds that are left: clocks may differ.
+- Workers send readings of their dies (die_watch.py).
 
 Messages are JSON objects, one a line. Costs two threads a connection. Used by launch.py, tested in
 tests/test_rendezvous.py, and between hosts in tests/test_launcher.py.
@@ -27,6 +28,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from ascend_rl.launch.time_limit import TimeLimit
 
@@ -60,6 +62,7 @@ class Link:
         self.limited: Callable[[float, bool], None] = lambda by, stop: None  # is told the other side's limit
         self.asked: Callable[[], list[dict]] = list  # what this side's processes do (hang.py)
         self.answer: list[dict] | None = None  # what the other side's do
+        self.heard: Callable[[dict], None] = lambda row: None  # is told of the worker's dies (die_watch.py)
 
     def send(self, **message) -> None:
         with self.lock:
@@ -107,6 +110,8 @@ class Link:
                     threading.Thread(target=self._tell_where, daemon=True).start()
                 if "there" in message:
                     self.answer = list(message["there"])
+                if "dies" in message:
+                    self.heard(message["dies"])
                 if "left_s" in message:
                     self.limited(time.time() + float(message["left_s"]), bool(message["stop"]))
                 if "end" in message:
@@ -311,6 +316,11 @@ class Head:
     def _limit(self, by: float, stop: bool) -> None:
         for _, link in self.running.values():
             link.limit(by, stop)
+
+    def hear(self, take: Callable[[str, dict], None]) -> None:
+        """Give each reading of the dies of another node, with its address, to ``take``."""
+        for address, (_, link) in self.running.items():
+            link.heard = partial(take, address)
 
     def where(self, patience_s: float) -> tuple[list[dict], list[str]]:
         """What the processes of all other nodes do, and the nodes that do not say."""

@@ -264,12 +264,6 @@ def cann_files(env: Mapping[str, str], ascend: Path) -> list[Path]:
     return [Path(home) / file for home in homes if home]
 
 
-def visible(env: Mapping[str, str]) -> set[int] | None:
-    """The dies in ASCEND_RT_VISIBLE_DEVICES; None if it makes no selection."""
-    words = env.get("ASCEND_RT_VISIBLE_DEVICES", "").replace(" ", "").split(",")
-    return {int(word) for word in words} if words != [""] and all(map(str.isdigit, words)) else None
-
-
 def hccn_facts(index: int, env: Mapping[str, str]) -> dict:
     """Network state of a die; None for what the product lacks (vnic on A2). {"failed"} if all calls fail."""
     readers = {
@@ -309,9 +303,7 @@ def smi_details(dies: Sequence[dict], env: Mapping[str, str]) -> None:
         die["firmware"] = boards[npu].get("Firmware Version")
         die["compatibility"] = boards[npu].get("Compatibility")
         if die["health"] != "OK":
-            fields = ask("health", npu, "-c", str(chip))[0]
-            words = (fields.get("Error Code"), fields.get("Error Information"))
-            die["error"] = " ".join(word for word in words if word and word != "NA")
+            die["error"] = npu_tools.error_in(ask("health", npu, "-c", str(chip))[0])
         if (die["hbm_used_mb"] or 0) > IDLE_HBM_MB:
             usage = next((block for block in ask("usages", npu) if block.get("Chip ID") == str(chip)), {})
             die["ai_core_percent"] = usage.get("Aicore Usage Rate(%)")
@@ -324,7 +316,7 @@ def die_facts(env: Mapping[str, str], absent: list) -> tuple[list[dict], list[di
     except ToolError as error:
         absent.append(("npu-smi", str(error)))
         return [], []
-    chosen = visible(env)
+    chosen = npu_tools.visible(env)
     dies = [asdict(die) for die in dies if chosen is None or die.index in chosen]
     smi_details(dies, env)
     with ThreadPoolExecutor(8) as pool:

@@ -4,7 +4,8 @@ A step of a large model takes hours, so its end says too little about a hang. Th
 environment of all that it starts; `sign` adds a byte to it, and the launcher sees the file change. Each node
 has its own. Cost: one small write a response and micro-batch; nothing without the variable.
 
-A training worker says once which rank it is (`name_rank`), for whoever explains a hang.
+A training worker says once which rank it is, and on which die (`name_rank`), for whoever explains a hang or
+warns of a die.
 
 The launcher also ends a run of which a process dies that must not. Who can replace some of these processes
 says so with `answer_for`: from then on their deaths are his.
@@ -39,19 +40,30 @@ def answer_for(processes: str) -> None:
 
 
 def name_rank() -> None:
-    """Say the rank that RANK gives this process; never raises."""
+    """Say the rank that RANK gives this process, and its die if it sees one only; never raises."""
     if path := os.environ.get(FILE):
         with contextlib.suppress(OSError):
             with open(f"{path}.ranks", "a") as file:
-                file.write(f"{os.getpid()} {os.environ.get('RANK', '')}\n")
+                die = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
+                file.write(f"{os.getpid()} {os.environ.get('RANK', '')} {die if die.isdigit() else ''}\n")
+
+
+def _named(path: str) -> list[list[str]]:
+    """[pid, rank, die] of each worker; the last two may be empty."""
+    with contextlib.suppress(OSError):
+        with open(f"{path}.ranks") as file:
+            return [[*line.rstrip("\n").split(" "), "", ""][:3] for line in file]
+    return []
 
 
 def ranks(path: str) -> dict[int, str]:
     """The launcher's side of `name_rank`: pid -> rank."""
-    with contextlib.suppress(OSError):
-        with open(f"{path}.ranks") as file:
-            return {int(pid): rank for pid, _, rank in (line.strip().partition(" ") for line in file)}
-    return {}
+    return {int(pid): rank for pid, rank, _ in _named(path)}
+
+
+def rank_of_die(path: str) -> dict[int, str]:
+    """The launcher's side of `name_rank`: die -> rank, for workers that see one die."""
+    return {int(die): rank for _, rank, die in _named(path) if rank and die}
 
 
 def answered_for(path: str, processes: str) -> bool:

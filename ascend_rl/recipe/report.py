@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from ascend_rl.recipe import report_page
-from ascend_rl.recipe.report_figures import as_json, predicted, read_run, shortfalls, summarise, table
+from ascend_rl.recipe.report_figures import as_json, dies, predicted, read_run, shortfalls, summarise, table
 from ascend_rl.recipe.report_plots import plot
 from ascend_rl.settings.numbers import real
 
@@ -46,9 +46,13 @@ Writes report.json, report.png and, with --html, report.html into the directory 
     run = args.run[0]
     runs = [(one.resolve().name, read_run(one)) for one in args.run]
     report = summarise(runs[0][1], args.wall, predicted(run, runs[0][1]))
+    if watched := dies(run):
+        report["dies"] = watched
     (run / "report.json").write_text(as_json(report))
     plot(runs, run / "report.png")
     print(table(report))
+    if warned := watched.get("warnings"):
+        print(f"\nWarnings of dies ({len(warned)}), the last one: {warned[-1]}")
     print(f"\n{run / 'report.png'}\n{run / 'report.json'}")
     if args.html:
         page = report_page.page(args.run, [rows for _, rows in runs], args.wall, report["predicted_s"])

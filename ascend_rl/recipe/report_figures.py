@@ -6,9 +6,10 @@ import json
 import math
 import statistics
 import sys
+import time
 from pathlib import Path
 
-from ascend_rl.process.logs import parts
+from ascend_rl.process.logs import parts, records
 from ascend_rl.recipe import step_time
 from ascend_rl.settings.metrics import (
     ACCEPTANCE,
@@ -139,6 +140,21 @@ def predicted(run: Path, rows: list[dict]) -> dict[str, float]:
         return {}
     found = step_time.of_run(run, statistics.median(lengths))
     return {"step": found.seconds} | found.phases if found else {}
+
+
+def dies(run: Path) -> dict:
+    """What all starts in a directory read of their dies: each node's highest temperature, the warnings."""
+    path = run / "dies.jsonl"
+    hottest: dict[str, float] = {}
+    warnings: list[str] = []
+    for part in (*parts(path), path):
+        for row in records(part):
+            celsius = [one for one in row.get("temperature_c", ()) if one is not None]
+            hottest[row["node"]] = max([hottest.get(row["node"], -math.inf), *celsius])
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"]))
+            warnings += [f"{when} {text}" for text in row.get("warnings", ())]
+    hottest = {node: celsius for node, celsius in sorted(hottest.items()) if math.isfinite(celsius)}
+    return {"highest_temperature_c": hottest, "warnings": warnings} if hottest or warnings else {}
 
 
 def summarise(rows: list[dict], wall_s: float | None, prediction: dict[str, float] | None = None) -> dict:

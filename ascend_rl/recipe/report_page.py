@@ -29,6 +29,7 @@ td{overflow-wrap:anywhere}img{max-width:100%}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;border-left:.3em solid #8888;padding-left:.7em}
 .warning{border-left:.3em solid #d80;padding-left:.7em}
 @media(prefers-color-scheme:dark){body{background:#222;color:#ddd}img{background:#fff}}"""
+MOST_OF_DIES = 20
 REQUEST_MEAN, REQUEST_MAX = (f"timing_s/agent_loop/generate_sequences/{one}" for one in ("mean", "max"))
 
 
@@ -152,6 +153,15 @@ def samples(run: Path, most: int = 40) -> Iterator[str]:
         yield "</details>"
 
 
+def of_dies(dies: dict) -> Iterator[str]:
+    """What report_figures.dies found."""
+    heat = [(node, f"{celsius:.0f}") for node, celsius in dies["highest_temperature_c"].items()]
+    yield grid("dies", ["node", "highest temperature of a die (C)"], heat)
+    yield from (f'<p class="warning">{escape(text)}</p>' for text in dies["warnings"][-MOST_OF_DIES:])
+    if (more := len(dies["warnings"]) - MOST_OF_DIES) > 0:
+        yield f"<p>and {more} earlier ones, in dies.jsonl</p>"
+
+
 def page(
     directories: Sequence[Path],
     rows: Sequence[list[dict]],
@@ -173,6 +183,7 @@ def page(
     ]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     found = list(warnings(rows[0], sum(overrides(directories[0]), [])))
+    dies = report_figures.dies(directories[0])
     changed, engines = difference(directories[0]), report_plots.of_engines(rows[0])
     times = by_step(directories[0] / slow_ranks.FILE).values()
     slow = report_plots.heat_maps([line for of in times for line in of])
@@ -189,6 +200,7 @@ def page(
         picture(runs, report_plots.DETAILS, "probability gap, throughput, entropy, KL"),
         picture(runs, engines, "KV cache, preemptions, requests, MFU, drafts, graphs") if engines else "",
         picture(runs, slow, "which rank and which engine is slow") if slow else "",
+        *(["<h2>Dies</h2>", *of_dies(dies)] if dies else ()),
         "<h2>Difference to the recipe</h2>",
         grid("changed", ["key", "recipe", "this run"], changed) if changed else "<p>none</p>",
         "<h2>Generations</h2>",
