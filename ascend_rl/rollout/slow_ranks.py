@@ -116,7 +116,8 @@ def of_workers(group: Any) -> list[dict[str, Any]]:
 
     asked = [worker.__ray_call__.remote(rank_times.take) for worker in getattr(group, "_workers", ())]
     try:
-        return sorted(ray.get(asked, timeout=ANSWER_S), key=lambda each: each["rank"])
+        found = ray.get(asked, timeout=ANSWER_S) if asked else []  # which would start Ray
+        return sorted(found, key=lambda each: each["rank"])
     except ray.exceptions.RayError as error:  # what hinders the run, the run itself reports
         print(f"WARNING: no times of the ranks in this step: {error}", flush=True)
         return []
