@@ -101,6 +101,10 @@ def test_a_full_kv_cache_preempts_and_every_response_still_ends():
     short = rollout_time.rollout_time(lengths, 70, decoder, engines)
     ample = rollout_time.rollout_time(lengths, 70, decoder, replace(engines, kv_tokens=1 << 40))
     assert ample.steps == 1024 and 1024 * 1.3 < short.steps < 1024 * 4
+    assert short.dropped_tokens > 0 == ample.dropped_tokens
+    for one in (short, ample):  # what is dropped is computed again, as prompts are
+        prefilled = one.prefill / (rollout_time.PREFILL_S * 4 / decoder.tp)
+        assert prefilled == pytest.approx(lengths.size * 70 + one.dropped_tokens)
 
 
 def test_the_name_of_a_model_changes_nothing():
@@ -171,6 +175,7 @@ def test_text_says_where_time_goes_and_what_saves_most(capsys, monkeypatch):
         float(n) for n in re.findall(r"^(?:step |  \S.{25} +)(\d+) s", said.split("rollout:")[0], re.M)
     )
     assert sum(phases) == pytest.approx(whole, abs=3)
+    assert "  dropped by preemptions        0.0 M tokens\n" in said
     saved = [float(n) for n in re.findall(r"(-?\d+) s", said.partition("would save:")[2])]
     assert saved == sorted(saved, reverse=True) and saved[0] > 0
 

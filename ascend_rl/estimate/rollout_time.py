@@ -123,7 +123,8 @@ class Engines:
 @dataclass(frozen=True)
 class RolloutTime:
     """Seconds of the slowest server, and where they go; ``first_idle``: share of them that the first server
-    to finish waits; ``gear_s``: seconds in each graph; ``tail_s``: with less than half of the requests left.
+    to finish waits; ``gear_s``: seconds in each graph; ``tail_s``: with less than half of the requests left;
+    ``dropped_tokens``: whose KV preemptions drop, on all servers, to be computed again.
     """
 
     seconds: float
@@ -135,6 +136,7 @@ class RolloutTime:
     steps: float
     first_idle: float
     tail_s: float
+    dropped_tokens: float
     gear_s: dict[int, float]
 
 
@@ -176,7 +178,8 @@ def rollout_time(lengths: np.ndarray, prompt: float, decoder: Decoder, engines: 
         for one in range(engines.servers)
     ]
     slowest = max(each, key=lambda one: one.seconds)
-    return replace(slowest, first_idle=1 - min(one.seconds for one in each) / slowest.seconds)
+    idle = 1 - min(one.seconds for one in each) / slowest.seconds
+    return replace(slowest, first_idle=idle, dropped_tokens=sum(one.dropped_tokens for one in each))
 
 
 def _together(lengths, prompt, server, decoder: Decoder, engines: Engines) -> RolloutTime:
@@ -191,7 +194,7 @@ def _together(lengths, prompt, server, decoder: Decoder, engines: Engines) -> Ro
     inside = 0
     parts = dict.fromkeys(("layers", "weights", "rows", "attention", "prefill"), 0.0)
     gear_s = dict.fromkeys(gears.tolist(), 0.0)
-    steps = tail = clock = 0.0
+    steps = tail = clock = dropped = 0.0
     layer_s = decoder.layers * decoder.layer_s * engines.latency
     weights_s = decoder.weights_bytes / (HBM_BYTES_S * STREAM)
     row_s = (decoder.row_flops / PEAK_FLOPS + decoder.row_bytes / LINK_BYTES_S) / ROW
@@ -235,6 +238,7 @@ def _together(lengths, prompt, server, decoder: Decoder, engines: Engines) -> Ro
             queues[one].insert(0, int(youngest))
             active[one] -= 1
             used[one] -= prompt + done[youngest]
+            dropped += prompt + done[youngest]
         most = int(active.max())
         speculates = most <= engines.speculation_rows
         rows = most * (1 + engines.drafted * speculates)
@@ -261,7 +265,13 @@ def _together(lengths, prompt, server, decoder: Decoder, engines: Engines) -> Ro
             inside -= int(ended.sum())
             running = running[~ended]
     return RolloutTime(
-        clock, **parts, steps=steps, first_idle=1 - last.min() / clock, tail_s=tail, gear_s=gear_s
+        clock,
+        **parts,
+        steps=steps,
+        first_idle=1 - last.min() / clock,
+        tail_s=tail,
+        dropped_tokens=dropped,
+        gear_s=gear_s,
     )
 
 

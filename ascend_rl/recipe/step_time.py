@@ -186,7 +186,7 @@ def predict(step: Step, median: float = MEDIAN) -> Prediction:
     phases = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
     parts = {
         name: step.generations * float(np.mean([getattr(one, name) for one in rollouts]))
-        for name in (*PARTS, "tail_s")
+        for name in (*PARTS, "tail_s", "dropped_tokens")
     } | {"steps": float(np.mean([one.steps for one in rollouts]))}
     cards = step.training.dies / 2
     return Prediction(phases, parts, tokens / sum(phases.values()) / cards)
@@ -338,6 +338,9 @@ def text(step: Step, found: Prediction, saved: list[tuple[str, float]]) -> list[
         for name in PARTS
     ]
     lines.append(f"  half of the requests done   {found.rollout['tail_s']:6.0f} s before the end")
+    dropped = found.rollout["dropped_tokens"]
+    advice = "; fewer with LENGTH_SCHEDULER=1 (docs/length_scheduler.md)" if dropped else ""
+    lines.append(f"  dropped by preemptions     {dropped / 1e6:6.1f} M tokens{advice}")
     lines.append("what a switch alone would save:")
     lines += [f"  {name:50s} {value:7.0f} s {value / found.seconds:6.1%}" for name, value in saved]
     return lines
