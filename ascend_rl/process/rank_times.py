@@ -9,7 +9,7 @@ when they are over on the device, so nothing waits for it but `take`.
 A rank that computes slowly waits less than the others, who wait for it. So what tells is the time without
 collectives: `forward_s` and `backward_s` leave them out.
 
-Invariants (tests/test_rank_times.py): results and exceptions of what is wrapped are unchanged; spans do not
+Invariants (tests/test_slow_ranks.py): results and exceptions of what is wrapped are unchanged; spans do not
 overlap: a collective inside a collective is one. Cost: two events per collective and micro-batch.
 """
 
@@ -55,7 +55,9 @@ class Clock:
     """
 
     def __init__(self, event: Callable[[], Any] | None = None):
-        self.event, self.free, self.open = event, [], deque()  # type: ignore[var-annotated]
+        self.event = event
+        self.free: list[Any] = []
+        self.open: deque[tuple[str, str, Any, Any]] = deque()  # kind, phase, begin, end
         self.local, self.lock = threading.local(), threading.Lock()
         self.phase = ""  # forward or backward; the device's backward runs in a thread of its own
         self.reset()

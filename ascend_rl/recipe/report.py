@@ -55,7 +55,9 @@ Writes report.json, report.png and, with --html, report.html into the directory 
         print(f"\nWarnings of dies ({len(warned)}), the last one: {warned[-1]}")
     print(f"\n{run / 'report.png'}\n{run / 'report.json'}")
     if args.html:
-        page = report_page.page(args.run, [rows for _, rows in runs], args.wall, report["predicted_s"])
+        page = report_page.page(
+            args.run, [rows for _, rows in runs], args.wall, report["predicted_s"], watched
+        )
         (run / "report.html").write_text(page)
         print(run / "report.html")
     if problems := shortfalls(report, args.min_reward, args.max_probs_diff):

@@ -151,8 +151,8 @@ def dies(run: Path) -> dict:
         for row in records(part):
             celsius = [one for one in row.get("temperature_c", ()) if one is not None]
             hottest[row["node"]] = max([hottest.get(row["node"], -math.inf), *celsius])
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"]))
-            warnings += [f"{when} {text}" for text in row.get("warnings", ())]
+            for text in row.get("warnings", ()):
+                warnings.append(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(row['time']))} {text}")
     hottest = {node: celsius for node, celsius in sorted(hottest.items()) if math.isfinite(celsius)}
     return {"highest_temperature_c": hottest, "warnings": warnings} if hottest or warnings else {}
 

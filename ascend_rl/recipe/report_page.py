@@ -167,12 +167,14 @@ def page(
     rows: Sequence[list[dict]],
     wall_s: float | None,
     prediction: dict[str, float] | None = None,
+    dies: dict | None = None,
 ) -> str:
     """The page of the first run, compared with the others.
 
     Args:
         directories, rows: of each run, and what read_metrics gives for it.
         wall_s, prediction: seconds that the first run took, and what was predicted for a step of it.
+        dies: of report_figures.dies for it.
     """
     names = [directory.resolve().name for directory in directories]
     runs = list(zip(names, rows, strict=True))
@@ -183,7 +185,6 @@ def page(
     ]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     found = list(warnings(rows[0], sum(overrides(directories[0]), [])))
-    dies = report_figures.dies(directories[0])
     changed, engines = difference(directories[0]), report_plots.of_engines(rows[0])
     times = by_step(directories[0] / slow_ranks.FILE).values()
     slow = report_plots.heat_maps([line for of in times for line in of])

@@ -147,7 +147,7 @@ def heat_map(steps: Sequence[dict], kind: str):
     """Who is slow, by step: the time of each rank or engine in units of the median.
 
     Args:
-        steps: lines of ranks.jsonl (ascend_rl/process/slow_ranks.py).
+        steps: lines of ranks.jsonl (ascend_rl/rollout/slow_ranks.py).
         kind: "ranks" or "engines".
     """
     found = {line["step"]: slow_ranks.ratios(line, kind) for line in steps}

@@ -164,12 +164,12 @@ def step_times(step: int, group: Any, timing: MutableMapping[str, float]) -> dic
     long = {name: of["ratio"] for name, of in totals.items() if "ratio" in of and of["seconds"] >= SHORTEST_S}
     for engine in _engines.add(long):
         tell(f"engine {engine} of the rollout takes", long[engine])
+    line = {"step": step, "asked_s": asked_s, "ranks": ranks, "engines": totals}
     if ranks or totals:
-        line = json.dumps({"step": step, "asked_s": asked_s, "ranks": ranks, "engines": totals})
-        _log(Path(metrics).with_name(FILE)).write((line + "\n").encode())
+        _log(Path(metrics).with_name(FILE)).write((json.dumps(line) + "\n").encode())
     found = {}
     for kind, key in (("ranks", SLOWEST_RANK), ("engines", SLOWEST_ENGINE)):
-        if len(of := ratios({"ranks": ranks, "engines": totals}, kind)) > 1:
+        if len(of := ratios(line, kind)) > 1:
             found[key] = max(of.values())
     return found
 
