@@ -454,12 +454,12 @@ def check_placement(fit_seeds: int, bars: list, data: dict) -> None:
     bars.append(bar("published, nothing known: idle above interleaved", above, "points", "<= 0"))
 
 
-def compare(make: dict[str, Callable[[int], Batch]], seeds: int, bars: list, data: dict) -> None:
-    """All policies on all length models; pure placements are quick and get at least 16 seeds."""
+def compare(make: dict[str, Callable[[int], Batch]], seeds: int, placed: int, bars: list, data: dict) -> None:
+    """All policies on all length models; pure placements are quick and get at least ``placed`` seeds."""
     data["policies"] = {}
     worse, slower = {}, {}
     for model, draw in make.items():
-        drawn = [draw(seed) for seed in range(max(seeds, 16))]
+        drawn = [draw(seed) for seed in range(max(seeds, placed))]
         print(
             f"\n3. {model}: {len(drawn[0].group)} requests, 32 ranks in lockstep, {len(drawn)} seeds, "
             f"rows with moves {seeds}"
@@ -627,7 +627,7 @@ ASYNC = {  # name: (ahead, bound, partial rollout)
 def asynchronous(path: Path, quick: bool, bars: list, data: dict) -> None:
     """32 ranks with their own clocks, divided between training and rollout, against turns with moves."""
     recorded, cluster, ranks = read_lengths(path), replace(QWEN, lockstep=False), QWEN.ranks
-    batches = [shuffled(recorded, seed) for seed in range(8 if quick else 20)]
+    batches = [shuffled(recorded, seed) for seed in range(4 if quick else 20)]
     few, tokens = batches[:2], int((recorded.prompt + recorded.response).sum())
     print(
         f"\n6. {len(recorded.group)} recorded responses a step, 32 ranks with their own clocks, "
@@ -635,7 +635,7 @@ def asynchronous(path: Path, quick: bool, bars: list, data: dict) -> None:
         "M tokens prefilled again"
     )
     data["async"] = {}
-    for times in (1, 3):
+    for times in (1,) if quick else (1, 3):
         training = Training(times * UPDATE_MS, UPDATES, SYNC_MS)
         update_s = training.step_ms(recorded, ranks) / 1e3
         movers = [f"ours: earlier lengths + {mover}" for mover in ("KV", "replay")]
@@ -662,7 +662,7 @@ def asynchronous(path: Path, quick: bool, bars: list, data: dict) -> None:
                     tried[rollout] = seconds / share, bound, steps.recomputed_tokens / count / 1e6
                 return tried[rollout][0]
 
-            best = min(range(8, ranks, 4), key=step_s)
+            best = min(range(8, ranks, 8 if quick else 4), key=step_s)
             for distance in () if quick else (2, 1):
                 best = min((best - distance, best, best + distance), key=step_s)
             rows[name] = best_s, of_bound, again = tried[best]
@@ -737,14 +737,14 @@ def main() -> int:
         help="recorded lengths for the fifth model; see bench/sim_rollout.py.read_lengths",
     )
     args = parser.parse_args()
-    seeds, fit_seeds = (2, 8) if args.quick else (16, 64)
+    seeds, placed, fit_seeds = (1, 4, 8) if args.quick else (16, 16, 64)
     bars: list[tuple[str, float, str, str, bool]] = []
     data: dict = {"seeds": seeds, "fit_seeds": fit_seeds}
     begun = time.monotonic()
     check_model(fit_seeds, bars, data)
     check_placement(fit_seeds, bars, data)
-    compare(models(args.lengths), seeds, bars, data)
-    trade_offs(2 if args.quick else 4, data)
+    compare(models(args.lengths), seeds, placed, bars, data)
+    trade_offs(1 if args.quick else 4, data)
     time_planner(bars, data)
     asynchronous(args.lengths, args.quick, bars, data)
     draw_figure()

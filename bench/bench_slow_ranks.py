@@ -1,6 +1,6 @@
 """What the times of the ranks cost, and how well they tell a slow die.
 
-Usage:    python bench/bench_slow_ranks.py [--quick]
+Usage:    python bench/bench_slow_ranks.py [--quick] [--run DIR]
 DAPO on the tiny Qwen3 with two FSDP ranks, of which one computes 30% longer (tests/e2e/slow_rank.py). Printed
 is what measuring costs as a share of a step: spans of a rank, counted in the run, each with the time that one
 takes here; and how long the trainer waits for the ranks' answers, as ranks.jsonl has it. A span on an NPU is
@@ -38,8 +38,7 @@ def span_s() -> float:
     return (min(timeit.repeat(timed, number=count)) - min(timeit.repeat(nothing, number=count))) / count
 
 
-def run(output: Path, steps: int) -> str:
-    """Train; returns the log."""
+def train(output: Path, steps: int) -> None:
     variables = {
         "NPUS_PER_NODE": "2", "STEPS": str(steps), "OUTPUT_DIR": str(output), "SKIP_REPORT": "1",
         "PYTHONPATH": str(ROOT / "tests/e2e"),
@@ -52,17 +51,19 @@ def run(output: Path, steps: int) -> str:
         env=os.environ | variables,
         capture_output=True,
     )
-    log = output / "train.log"
     if ran.returncode:
         sys.exit(f"the run failed:\n{(ran.stdout + ran.stderr).decode(errors='replace')[-3000:]}")
-    return log.read_text(errors="replace")
 
 
 def main() -> int:
-    arguments = parser_of(__doc__, "6 steps, not 30").parse_args()
+    parser = parser_of(__doc__, "6 steps, not 30")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="a finished run")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "run")
-        log = run(output, 6 if arguments.quick else 30)
+        output = arguments.run or Path(folder, "run")
+        if not arguments.run:
+            train(output, 6 if arguments.quick else 30)
+        log = (output / "train.log").read_text(errors="replace")
         lines = [line for line in records(output / slow_ranks.FILE) if line["ranks"]]
         times = dict(zip(*series(read_metrics(output / "metrics.jsonl"), "timing_s/step"), strict=True))
     each = span_s()

@@ -246,7 +246,7 @@ def test_a_node_that_its_user_stops_ends_the_gathering(cluster, spares):
             w.join(10, print)
 
     threading.Thread(target=join, daemon=True).start()
-    wait_for(c.head.present)
+    wait_for(lambda: c.head.present() and w.link)
     w.finish(143, "(stopped by SIGTERM)")
     wanted = r"after 2 s 1 of 3" if spares else r"^node host-b \(b\) was stopped \(stopped by SIGTERM\)$"
     with pytest.raises(RendezvousError, match=wanted):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -56,11 +57,11 @@ def start(tmp_path, monkeypatch):
     folder = Path(tempfile.mkdtemp(prefix="warm-"))  # a socket's path is short
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
-    def started(source: str = LOUD, python: str = sys.executable) -> Path:
+    def started(source: str = LOUD, python: str = sys.executable, modules: Sequence[str] = ("loud",)) -> Path:
         (tmp_path / "loud.py").write_text(source)
         code = "import sys; from pathlib import Path; from ascend_rl.launch.warm_start import start"
         with (tmp_path / "log").open("w") as log:
-            command = [python, "-c", f"{code}; start(Path(sys.argv[1]), ['loud'])", str(folder)]
+            command = [python, "-c", f"{code}; start(Path(sys.argv[1]), sys.argv[2:])", str(folder), *modules]
             subprocess.run(command, check=True, stderr=log)
         return folder / "warm_python"
 
@@ -158,3 +159,28 @@ def test_with_nobody_to_fork_it_is_an_ordinary_python(start, source, tmp_path):
     assert subprocess.run([program, "--version"], capture_output=True, text=True).stdout.startswith(
         "Python 3"
     )
+
+
+def test_ray_is_imported_for_the_workers_of_one_job(start, tmp_path):
+    """Told of a program: whether Ray is there, and for which job it was imported where."""
+    (tmp_path / "ray.py").write_text("import os; IN, JOB = os.getpid(), os.environ['RAY_JOB_ID']")
+    program = start(modules=("loud", "ray", "json.tool"))
+    code = "import os, sys; print('ray' in sys.modules, end=' '); import ray; "
+    code += "print(ray.IN == os.getpid(), ray.JOB)"
+
+    def told(**variables) -> list[str]:
+        ran = subprocess.run(
+            [program, "-c", code], env=os.environ | variables, capture_output=True, text=True
+        )
+        return ran.stdout.split()
+
+    driver, first, other = (
+        {},
+        {"RAY_JOB_ID": "1", "RAY_RAYLET_PID": "7"},
+        {"RAY_JOB_ID": "2", "RAY_RAYLET_PID": "7"},
+    )
+    assert told(**driver) == ["False"]  # and no job
+    assert told(**first) == told(**first) == ["True", "False", "1"]
+    assert told(**other) == ["False", "True", "2"]
+    assert told(**driver) == ["False"]
+    assert told(**first) == ["True", "False", "1"]

@@ -197,7 +197,7 @@ def main(job: dict) -> int:
     core_binding.bind("others")  # Ray, its actors and the driver inherit it; those with a device leave it
     if switched_on("WARM_START") and len(job["nodes"]) == 1:
         folder = Path(tempfile.mkdtemp(prefix="warm-"))
-        os.environ["WARM_PYTHON"] = str(warm_start.start(folder, warm_start.MODULES))
+        os.environ["WARM_PYTHON"] = str(warm_start.start(folder, warm_start.MODULES + warm_start.WITH_RAY))
     until, status = time.monotonic() + job["deadline_s"], None
     if job["train"] is None:
         problem = wait_for_control(*job["control"], job["deadline_s"])

@@ -6,6 +6,10 @@ for 5 to 9 s. Here one process imports them once, then forks whatever Python is 
     program = start(folder, ["torch", "vllm"])      # folder/warm_python
     warm_python -c CODE                             # as python -c CODE, in a fork
 
+Ray reads the job of a worker from the environment when it is imported. So Ray, and what imports it, wait for
+the first worker, and are then there for all workers of its job; other programs get an ordinary Python from
+then on.
+
 ``warm_python`` hands over arguments, environment, directory and open files, passes signals on, and ends as
 the fork ends. It takes the place of ``python`` where a program has a name for that: Ray's runtime environment
 (py_executable) and multiprocessing's spawn. With no server it becomes an ordinary Python. A fork has a new
@@ -23,6 +27,7 @@ import fcntl
 import gc
 import importlib
 import inspect
+import itertools
 import json
 import multiprocessing.spawn
 import os
@@ -37,10 +42,18 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
+from ascend_rl.settings.stack import DEFAULT, NAME
+
 MODULES = (  # that most processes of a run import
     "setproctitle", "tensordict", "torch._inductor.compile_fx", "transformers.modeling_utils", "peft",
     "datasets", "vllm.entrypoints.openai.api_server",
 )  # fmt: skip
+WITH_RAY = (  # and that Ray's workers import
+    "ray", "verl.trainer.main_ppo", "verl.experimental.reward_loop",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server",
+    "verl.workers.fsdp_workers" if NAME == DEFAULT else "verl.trainer.ppo.v1.trainer_sync",
+)  # fmt: skip
+OF_A_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 RESUMED = {"jemalloc_bg_thd", "npu-record"}  # threads that pyarrow and the software NPU start again in a fork
 MOST_FILES = 253  # that Linux passes in one message
 
@@ -115,8 +128,9 @@ def receive(connection: socket.socket) -> dict:
     return request | {"files": dict(zip(files, request["files"], strict=True))}
 
 
-def serve(server: socket.socket) -> dict:
+def serve(server: socket.socket, with_ray: Sequence[str]) -> dict:
     """Fork for each request; returns in the forks only: the request."""
+    job = None
     woken, wake = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno())
@@ -134,6 +148,16 @@ def serve(server: socket.socket) -> dict:
                     try:
                         request = receive(connection)
                     except (OSError, ValueError):
+                        continue
+                    its_job = [request["environment"].get(name) for name in OF_A_WORKER]
+                    if job is None and all(its_job) and with_ray:
+                        job = its_job
+                        os.environ.update(request["environment"])
+                        load(with_ray)
+                    if job not in (None, its_job):
+                        connection.close()
+                        for file in request["files"]:
+                            os.close(file)
                         continue
                     if not (pid := os.fork()):
                         signal.set_wakeup_fd(-1)
@@ -199,7 +223,10 @@ def become(request: dict, program: str) -> None:
 
 
 def start(folder: Path, modules: Sequence[str]) -> Path:
-    """Start the server, which ends with what reaps it; returns the program ``warm_python``."""
+    """Start the server, which ends with what reaps it; returns the program ``warm_python``.
+
+    The ``modules`` from "ray" on are imported with the first worker of Ray.
+    """
     program = write_client(folder)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "socket"))
@@ -209,18 +236,24 @@ def start(folder: Path, modules: Sequence[str]) -> Path:
     return program
 
 
-def main(listening: str, program: str, *modules: str) -> None:
-    server = socket.socket(fileno=int(listening))
+def load(modules: Sequence[str]) -> None:
+    """Import them, as far as there are no threads that a fork lacks."""
     for name in modules:
         importlib.import_module(name)
-    if "ray" in sys.modules:
-        sys.exit("no warm start: Ray was imported, and keeps what the environment said of its worker then")
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     if lost := set(threads[1:]) - RESUMED:
         sys.exit(f"no warm start: a fork lacks the threads {lost}, which came with {' '.join(modules)}")
     gc.collect()
     gc.freeze()
-    become(serve(server), program)
+
+
+def main(listening: str, program: str, *modules: str) -> None:
+    server = socket.socket(fileno=int(listening))
+    early = [*itertools.takewhile(lambda name: name != "ray", modules)]
+    load(early)
+    if "ray" in sys.modules:
+        sys.exit("no warm start: Ray was imported, and keeps what the environment said of its worker then")
+    become(serve(server, modules[len(early) :]), program)
 
 
 if __name__ == "__main__":

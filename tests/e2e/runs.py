@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -140,6 +141,21 @@ def nothing_left_of(outputs: Path):
     while left() and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not left()
+
+
+def run_benchmark(name: str, *arguments: object, statuses: Sequence[int] = (0, 1)) -> None:
+    """Run bench/bench_``name``.py --quick, which must store its bars.
+
+    Status 1 is a bar that was missed, which a busy machine may do, unless nothing was measured.
+    """
+    started = time.time()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, ROOT / f"bench/bench_{name}.py", "--quick", *map(str, arguments)]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
+    said = ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert ran.returncode in statuses and "Traceback" not in ran.stderr, said
+    results = [file for file in ROOT.glob("bench/results/*.json") if file.stat().st_mtime >= started]
+    assert any(json.loads(file.read_text())["bars"] for file in results), said
 
 
 def stopped_and_resumed(folder: Path) -> dict[int, list[float]]:

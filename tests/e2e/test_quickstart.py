@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import BRIEF, PATIENCE_S, finish, launch, metrics, named, nothing_left_of, training
+from runs import BRIEF, PATIENCE_S, finish, launch, metrics, named, nothing_left_of, run_benchmark, training
 
 from ascend_rl.launch.supervise import descendants
 from ascend_rl.process.logs import by_step
@@ -142,6 +142,8 @@ def test_two_workers_share_the_steps_of_dapo(tmp_path, nothing_left_behind, same
         assert all(of["tokens"] >= of["steps"] > 0 < of["seconds"] for of in line["engines"].values())
     drawn = re.findall(r"rollout 7: (\d+) tokens/s, 0 running, 0 waiting, longest (\d+):", text)
     assert drawn and all(int(speed) > 0 and 0 < int(longest) <= 16 for speed, longest in drawn)
+    run_benchmark("slow_ranks", "--run", output)
+    run_benchmark("dapo", "--runs", output, output)
 
 
 def wait_for(condition, process, output) -> None:
