@@ -70,6 +70,12 @@ importlib.import_module("install")  # and with it ascend_build and sources
 sys.path.remove(str(ROOT / "patches"))
 
 
+def pytest_runtest_logreport(report):
+    """Name what fails at once: a run that is cut off has no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} failed", file=sys.stderr, flush=True)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def plugins():
     """Of a stack with plug-ins: those that vLLM loads when it starts an engine."""

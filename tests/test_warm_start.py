@@ -164,9 +164,10 @@ def test_with_nobody_to_fork_it_is_an_ordinary_python(start, source, tmp_path):
 def test_ray_is_imported_for_the_workers_of_one_job(start, tmp_path):
     """Told of a program: whether Ray is there, and for which job it was imported where."""
     (tmp_path / "ray.py").write_text("import os; IN, JOB = os.getpid(), os.environ['RAY_JOB_ID']")
-    program = start(modules=("loud", "ray", "json.tool"))
+    program = start(modules=("setproctitle", "loud", "ray", "json.tool"))
     code = "import os, sys; print('ray' in sys.modules, end=' '); import ray; "
-    code += "print(ray.IN == os.getpid(), ray.JOB)"
+    code += "import setproctitle; setproctitle.setproctitle('told'); "
+    code += "print(ray.IN == os.getpid(), ray.JOB, open('/proc/self/cmdline').read().strip(chr(0) + ' '))"
 
     def told(**variables) -> list[str]:
         ran = subprocess.run(
@@ -180,7 +181,7 @@ def test_ray_is_imported_for_the_workers_of_one_job(start, tmp_path):
         {"RAY_JOB_ID": "2", "RAY_RAYLET_PID": "7"},
     )
     assert told(**driver) == ["False"]  # and no job
-    assert told(**first) == told(**first) == ["True", "False", "1"]
-    assert told(**other) == ["False", "True", "2"]
+    assert told(**first) == told(**first) == ["True", "False", "1", "told"]
+    assert told(**other) == ["False", "True", "2", "told"]
     assert told(**driver) == ["False"]
-    assert told(**first) == ["True", "False", "1"]
+    assert told(**first) == ["True", "False", "1", "told"]

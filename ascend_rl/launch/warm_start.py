@@ -152,7 +152,8 @@ def serve(server: socket.socket, with_ray: Sequence[str]) -> dict:
                     its_job = [request["environment"].get(name) for name in OF_A_WORKER]
                     if job is None and all(its_job) and with_ray:
                         job = its_job
-                        os.environ.update(request["environment"])
+                        # No more than changes: by its place in memory setproctitle finds the title.
+                        os.environ |= dict(request["environment"].items() - os.environ.items())
                         load(with_ray)
                     if job not in (None, its_job):
                         connection.close()

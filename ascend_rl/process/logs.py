@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
@@ -51,6 +52,18 @@ def by_step(path: Path) -> dict[int, list[dict]]:
         for record in new:
             found.setdefault(record["step"], []).append(record)
     return found
+
+
+@functools.cache
+def _beside_metrics(path: Path) -> LogFile:
+    return LogFile(path, whole=True)
+
+
+def add_record(name: str, record: dict) -> None:
+    """Append a JSON line to the file ``name`` beside verl's metrics.jsonl; without that file, do nothing."""
+    if metrics := os.environ.get("VERL_FILE_LOGGER_PATH"):
+        line = json.dumps(record, ensure_ascii=False) + "\n"
+        _beside_metrics(Path(metrics).with_name(name)).write(line.encode())
 
 
 def set_aside(paths: Iterable[Path]) -> None:

@@ -6,15 +6,12 @@ A line: ``step``, ``kinds`` (of KINDS), ``tokens`` of the response, ``score``, `
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from ascend_rl.process.logs import LogFile
+from ascend_rl.process.logs import add_record
 
 FILE = "generations.jsonl"
 KINDS = ("first", "longest", "best", "worst", "truncated")
@@ -47,11 +44,6 @@ def shortened(text: str) -> str:
     return text if left_out <= 0 else f"{text[:KEPT]}\n[... {left_out} characters ...]\n{text[-KEPT:]}"
 
 
-@functools.cache
-def _log(path: Path) -> LogFile:
-    return LogFile(path, whole=True)
-
-
 def record(
     step: int,
     lengths: Sequence[int],
@@ -65,14 +57,13 @@ def record(
         lengths, scores, limit: see `pick`.
         texts: prompt and response of given rows.
     """
-    metrics = os.environ.get("VERL_FILE_LOGGER_PATH")
-    if not metrics or not len(lengths):
+    if "VERL_FILE_LOGGER_PATH" not in os.environ or not len(lengths):
         return
     rows = pick(lengths, scores, limit)
     for (row, kinds), (prompt, response) in zip(rows.items(), texts(list(rows)), strict=True):
         sample = {"step": step, "kinds": kinds, "tokens": int(lengths[row]), "score": float(scores[row])}
         sample |= {"prompt": shortened(prompt), "response": shortened(response)}
-        _log(Path(metrics).with_name(FILE)).write((json.dumps(sample, ensure_ascii=False) + "\n").encode())
+        add_record(FILE, sample)
 
 
 def record_batch(step: int, batch: dict, limit: int, decode: Callable) -> None:

@@ -10,18 +10,15 @@ Of an even number the median is the lower one of the two in the middle: of two r
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ascend_rl.process import rank_times
-from ascend_rl.process.logs import LogFile
+from ascend_rl.process.logs import add_record
 from ascend_rl.rollout.engine_times import PREFIX, SUMS
 from ascend_rl.settings.metrics import SLOWEST_ENGINE, SLOWEST_RANK
 from ascend_rl.settings.switch import switched_on
@@ -105,11 +102,6 @@ class Streaks:
 _ranks, _engines = Streaks(), Streaks()
 
 
-@functools.cache
-def _log(path: Path) -> LogFile:
-    return LogFile(path, whole=True)
-
-
 def of_workers(group: Any) -> list[dict[str, Any]]:
     """What each rank of verl's worker group did since the last call, by rank; nothing if one fails."""
     import ray
@@ -142,8 +134,8 @@ def step_times(step: int, group: Any, timing: MutableMapping[str, float]) -> dic
     Returns:
         SLOWEST_RANK and SLOWEST_ENGINE: the largest ratio to the median, where there are several.
     """
-    engines, metrics = of_engines(timing), os.environ.get("VERL_FILE_LOGGER_PATH")
-    if not metrics or not switched_on(SWITCH, {SWITCH: "1"} | os.environ):
+    engines = of_engines(timing)
+    if "VERL_FILE_LOGGER_PATH" not in os.environ or not switched_on(SWITCH, {SWITCH: "1"} | os.environ):
         return {}
     began_s = time.perf_counter()
     ranks = of_workers(group)
@@ -166,7 +158,7 @@ def step_times(step: int, group: Any, timing: MutableMapping[str, float]) -> dic
         tell(f"engine {engine} of the rollout takes", long[engine])
     line = {"step": step, "asked_s": asked_s, "ranks": ranks, "engines": totals}
     if ranks or totals:
-        _log(Path(metrics).with_name(FILE)).write((json.dumps(line) + "\n").encode())
+        add_record(FILE, line)
     found = {}
     for kind, key in (("ranks", SLOWEST_RANK), ("engines", SLOWEST_ENGINE)):
         if len(of := ratios(line, kind)) > 1:

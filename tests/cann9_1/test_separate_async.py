@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from runs import PATIENCE_S
 from wheels import sites, wheels_file
 
 from ascend_rl.glue.cann9_1.options import MANAGER, options
@@ -269,6 +270,7 @@ def kill_a_server(run: subprocess.Popen, log: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize("case", RUN)
 def test_three_steps(root, tmp_path, case):
     """Half of each batch is generated while the trainer computes, and one version behind, so it differs.
@@ -296,7 +298,7 @@ def test_three_steps(root, tmp_path, case):
         try:
             if TP1 in overrides:
                 kill_a_server(run, log)
-            run.wait(1800)
+            run.wait(PATIENCE_S)
         finally:
             run.terminate()
     said = (tmp_path / "console").read_text()
