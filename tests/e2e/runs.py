@@ -158,13 +158,15 @@ def run_benchmark(name: str, *arguments: object, statuses: Sequence[int] = (0, 1
     assert any(json.loads(file.read_text())["bars"] for file in results), said
 
 
-def stopped_and_resumed(folder: Path) -> dict[int, list[float]]:
+def stopped_and_resumed(
+    folder: Path, script: str = "train_gspo_qwen3_tiny_cpu.sh", *overrides: str, **variables
+) -> dict[int, list[float]]:
     """SIGTERM after step 2 of 9, long before a save is due: the step that is being trained is saved, and the
     same command continues after it. Returns the losses of both starts."""
     output, metrics = folder / "run", folder / "run/metrics.jsonl"
     saving = ["trainer.save_freq=100", "trainer.resume_mode=auto", "trainer.test_freq=-1"]
-    script, given = "train_gspo_qwen3_tiny_cpu.sh", [*REPEATABLE, *saving]
-    limits = BRIEF | {"STEPS": 9, "GAP_LIMIT": 0, "SAVE_GRACE_S": PATIENCE_S}
+    given = [*REPEATABLE, *saving, *overrides]
+    limits = BRIEF | {"STEPS": 9, "GAP_LIMIT": 0, "SAVE_GRACE_S": PATIENCE_S} | variables
     process = launch(script, output, *given, **limits)
     deadline = time.monotonic() + PATIENCE_S
     while 2 not in losses(metrics):

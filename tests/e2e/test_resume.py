@@ -13,6 +13,7 @@ from runs import (
     PATIENCE_S,
     REPEATABLE,
     SAME,
+    console,
     finish,
     launch,
     losses,
@@ -29,17 +30,9 @@ SAVING = [
     "trainer.resume_mode=auto",
     "trainer.test_freq=-1",
 ]
-TRAINERS = {"megatron": ("train_gspo_qwen3_moe_tiny_cpu.sh", [], MEGATRON)}
-if os.environ.get("ALL_RECIPES") == "1":
-    # A recipe's own path: device npu, MindSpeed. 235B has rings, and its weights in Megatron's checkpoint;
-    # 30B also runs with the swapped optimizer, as on a cluster, for which weights have 16 bits.
-    for size in ("30b_a3b_16die", "235b_128die"):
-        TRAINERS[f"rehearsal {size}"] = (
-            f"train_gspo_qwen3_{size}_true_weight.sh",
-            ["data.train_batch_size=8", "actor_rollout_ref.actor.optim.lr=3e-4"],
-            {"environment": f"qwen3_{size.rpartition('_')[0]}_env.sh", "SMOKE": 1, "SMOKE_DTYPE": "float32"},
-        )
-    TRAINERS["rehearsal swapped"] = (
+TRAINERS = {
+    "megatron": ("train_gspo_qwen3_moe_tiny_cpu.sh", [], MEGATRON),
+    "rehearsal swapped": (
         "train_gspo_qwen3_30b_a3b_16die_true_weight.sh",
         [
             "+actor_rollout_ref.actor.megatron.override_transformer_config.swap_optimizer=True",
@@ -48,21 +41,38 @@ if os.environ.get("ALL_RECIPES") == "1":
             "actor_rollout_ref.actor.optim.lr=3e-4",
         ],
         {"environment": "qwen3_30b_a3b_env.sh", "SMOKE": 1},
+    ),
+}
+# A recipe's own path: device npu, MindSpeed. 235B has rings, and its weights in Megatron's checkpoint;
+# 30B also runs with the swapped optimizer, as on a cluster, for which weights have 16 bits.
+for size in ("30b_a3b_16die", "235b_128die"):
+    TRAINERS[f"rehearsal {size}"] = (
+        f"train_gspo_qwen3_{size}_true_weight.sh",
+        ["data.train_batch_size=8", "actor_rollout_ref.actor.optim.lr=3e-4"],
+        {"environment": f"qwen3_{size.rpartition('_')[0]}_env.sh", "SMOKE": 1, "SMOKE_DTYPE": "float32"},
     )
 
 
 def test_stopped_and_resumed(tmp_path, nothing_left_behind):
-    """With the losses of a run that was not stopped, which a limit far away does not change."""
-    found, whole = stopped_and_resumed(tmp_path), tmp_path / "whole"
+    """With the losses of a run that was not stopped, which a limit far away does not change.
+
+    Megatron saves while it trains on: the run ends when that is done.
+    """
+    script, whole = "train_gspo_qwen3_moe_tiny_cpu.sh", tmp_path / "whole"
+    found = stopped_and_resumed(
+        tmp_path, script, "actor_rollout_ref.actor.checkpoint.async_save=True", **MEGATRON
+    )
+    assert "when async_save is True" in console(tmp_path / "run").read_text()
     run = launch(
-        "train_gspo_qwen3_tiny_cpu.sh", whole, *REPEATABLE, "trainer.save_freq=100", "trainer.test_freq=-1",
-        **SHORT | {"STEPS": 9, "SAVE_BY": 10 * PATIENCE_S},
+        script, whole, *REPEATABLE, "trainer.save_freq=100", "trainer.test_freq=-1",
+        **SHORT | MEGATRON | {"STEPS": 9, "SAVE_BY": 10 * PATIENCE_S},
     )  # fmt: skip
     assert finish(run, whole) and run.returncode == 0
     for step, values in losses(whole / "metrics.jsonl").items():
         assert found[step] == pytest.approx(values, rel=1e-5, abs=1e-7), step
 
 
+@pytest.mark.skipif(os.environ.get("ALL_RECIPES") != "1", reason="ALL_RECIPES=1 runs it")
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_killed_and_resumed(tmp_path, nothing_left_behind, trainer):
     """SIGKILL of a training worker after step 3; the restart repeats it from step 2, with the same result."""
