@@ -246,26 +246,65 @@ def seer(batch: Batch) -> Callable[[Simulation], None]:
     return policy
 
 
-class Siblings(Ours):
-    """Ours by replay; it first sorts each queue by the siblings that finished in this step, longest first.
+def by_siblings(batch: Batch, simulation: Simulation, predicted: np.ndarray | None = None) -> np.ndarray:
+    """[N] tokens of each response, by the siblings that finished in this step.
 
     Where none has finished, they are assumed longer than the longest so far, by half if nothing else
     is known.
     """
+    group, count = batch.group, len(batch.earlier)
+    ended = simulation.state == DONE
+    number = np.bincount(group[ended], minlength=count)
+    total = np.bincount(group[ended], batch.response[ended], count)
+    longest = np.zeros(count)
+    np.maximum.at(longest, group, simulation.done)
+    still = 1.5 * longest[group] if predicted is None else np.maximum(predicted, longest[group])
+    return np.where(number[group] > 0, (total / np.maximum(number, 1))[group], still)
+
+
+class ByWork:
+    """Moves by remaining tokens, not by requests: from the server with most to the one with fewest, as long
+    as that makes a tenth of a difference, each time the request nearest to half of it.
+
+    Args:
+        lengths: [N] tokens of each response where they are known, else the siblings say.
+    """
+
+    def __init__(self, batch: Batch, lengths: np.ndarray | None):
+        self.batch, self.lengths = batch, lengths
+
+    def __call__(self, simulation: Simulation) -> None:
+        ranks = range(simulation.cluster.ranks)
+        lengths = by_siblings(self.batch, simulation) if self.lengths is None else self.lengths
+        rest = np.maximum(lengths, 1.1 * simulation.done) - simulation.done
+        held = [np.concatenate([simulation.active(r), simulation.waiting(r)]).astype(int) for r in ranks]
+        work, moves = np.array([rest[requests].sum() for requests in held]), []
+        for _ in ranks:
+            source, target = int(np.argmax(work)), int(np.argmin(work))
+            half = (work[source] - work[target]) / 2
+            if len(held[source]) < 2 or half < 0.1 * work[source]:
+                break
+            request = int(held[source][np.argmin(abs(rest[held[source]] - half))])
+            if rest[request] > 1.5 * half or len(held[target]) >= simulation.cluster.max_num_seqs:
+                break
+            moves.append((request, target))
+            work[source] -= rest[request]
+            work[target] += rest[request]
+            held[source] = held[source][held[source] != request]
+            held[target] = np.append(held[target], request)
+        if moves:
+            simulation.move(moves, carry_kv=True)
+
+
+class Siblings(Ours):
+    """Ours by replay; it first sorts each queue by the siblings that finished in this step, longest first."""
 
     def __init__(self, batch: Batch, predicted: np.ndarray | None):
         super().__init__(carry_kv=False)
         self.batch, self.predicted = batch, predicted
 
     def __call__(self, simulation: Simulation) -> None:
-        group, count = self.batch.group, len(self.batch.earlier)
-        ended = simulation.state == DONE
-        number = np.bincount(group[ended], minlength=count)
-        total = np.bincount(group[ended], self.batch.response[ended], count)
-        longest = np.zeros(count)
-        np.maximum.at(longest, group, simulation.done)
-        still = 1.5 * longest[group] if self.predicted is None else np.maximum(self.predicted, longest[group])
-        expected = np.where(number[group] > 0, (total / np.maximum(number, 1))[group], still)
+        expected = by_siblings(self.batch, simulation, self.predicted)
         for rank in range(simulation.cluster.ranks):
             queue = simulation.waiting(rank)
             queue[:] = queue[np.argsort(-expected[queue], kind="stable")]
@@ -568,7 +607,32 @@ def trade_offs(seeds: int, data: dict) -> None:
         print(
             f"   {name:<32} {row[0]:6.0f} s, idle {row[1]:5.2f}%, {row[2]:4.0f} moves, {row[3]:.0f} preempted"
         )
+    count_work(cluster, seeds, data)
     charge_eager(seeds, data)
+
+
+def count_work(few: Cluster, seeds: int, data: dict) -> None:
+    """What a mover would gain that counts remaining tokens and not requests, if it knew them."""
+    print("\n   moves with KV by requests, by tokens that remain: seconds (moves); nothing known before")
+    data["work"] = {}
+    many = replace(few, max_num_seqs=QWEN.max_num_seqs, kv_capacity_tokens=QWEN.kv_capacity_tokens)
+    for cluster in (few, many):
+        name = f"{cluster.max_num_seqs} places, {cluster.kv_capacity_tokens // 1000}K tokens of KV"
+        rows: dict[str, list] = {}
+        for seed in range(seeds):
+            batch = draw_lengths(256, 16, seed)
+            placed = place(batch.group.tolist(), cluster.ranks, None)
+            for how, policy in {
+                "no moves": None,
+                "by requests": Ours(carry_kv=True),
+                "by tokens, siblings": ByWork(batch, None),
+                "by tokens, true lengths": ByWork(batch, batch.response.astype(float)),
+            }.items():
+                result = simulate(batch, cluster, placed.rank, placed.order, policy, LOOK_STEPS, LEVELS)
+                rows.setdefault(how, []).append((result.makespan_s, result.moves))
+        data["work"][name] = {how: np.mean(of, axis=0).tolist() for how, of in rows.items()}
+        cells = (f"{how} {s:.0f} ({moves:.0f})" for how, (s, moves) in data["work"][name].items())
+        print(f"   {name}:", *cells, sep="   ")
 
 
 def charge_eager(seeds: int, data: dict) -> None:
