@@ -136,10 +136,12 @@ def test_two_workers_share_the_steps_of_dapo(tmp_path, nothing_left_behind, same
     assert [line["step"] for line in times if line["ranks"]] == list(range(2, 8))
     for line in times[1:]:
         of_ranks = line["ranks"]
-        assert all(rank["backward_s"] > 0 and rank["forward_s"] > 4 * 0.15 for rank in of_ranks), line
-        assert of_ranks[0]["collectives_s"] > of_ranks[1]["collectives_s"] > 0  # the fast one waits
+        assert all(rank["backward_s"] > 0 and rank["forward_s"] > 4 * 0.3 for rank in of_ranks), line
+        assert of_ranks[1]["collectives_s"] > 0
         assert line["engines"].keys() == {"0", "1"}
         assert all(of["tokens"] >= of["steps"] > 0 < of["seconds"] for of in line["engines"].values())
+    waited = [sum(line["ranks"][rank]["collectives_s"] for line in times[1:]) for rank in (0, 1)]
+    assert waited[0] > waited[1]  # the fast one
     drawn = re.findall(r"rollout 7: (\d+) tokens/s, 0 running, 0 waiting, longest (\d+):", text)
     assert drawn and all(int(speed) > 0 and 0 < int(longest) <= 16 for speed, longest in drawn)
     run_benchmark("slow_ranks", "--run", output)
