@@ -1,5 +1,5 @@
-"""Imported by verl's workers (model.external_lib): a device that needs 0.3 s for a forward pass, whatever this
-machine has to do at the time, and one of which that needs 30% more."""
+"""Imported by verl's workers (model.external_lib): a device that needs 0.3 s for a forward pass, whatever
+this machine has to do at the time, and one of which that needs 30% more."""
 
 import os
 import time
