@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_rl.lint import pinned
-from ascend_rl.lint.setup import ACTOR, MEGATRON, ROLLOUT, Hit, Setup, local_path, rule
+from ascend_rl.lint.setup import LOADS_WEIGHTS, MEGATRON, ROLLOUT, Hit, Setup, local_path, rule
 
 DATA = ("data.train_files", "data.val_files")
 POINTER = b"version https://git-lfs"
@@ -268,7 +268,7 @@ def _reads_weights(s: Setup) -> bool:
     if s.get(f"{ROLLOUT}.load_format") not in ("dummy", None) and s.vllm:
         return True
     other = s.megatron and s.get(f"{MEGATRON}.use_dist_checkpointing")
-    return not other and bool(s.get(f"{ACTOR}.load_weight", True))
+    return not other and all(s.get(key, True) for key in LOADS_WEIGHTS)
 
 
 def _models(s: Setup) -> Iterator[tuple[str, Path, bool]]:

@@ -30,6 +30,8 @@ from ascend_rl.settings.switch import CannotWork
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 MEGATRON = f"{ACTOR}.megatron"
+# Of the one stack and of the other.
+LOADS_WEIGHTS = (f"{ACTOR}.load_weight", f"{MEGATRON}.override_mcore_model_config.load_weight")
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from ascend_rl.estimate import memory_plan
 from ascend_rl.lint import switches
 from ascend_rl.lint.memory import lora_rank
-from ascend_rl.lint.setup import ACTOR, MEGATRON, Setup, rule
+from ascend_rl.lint.setup import ACTOR, LOADS_WEIGHTS, MEGATRON, Setup, rule
 from ascend_rl.settings import stack
 from ascend_rl.weights import checkpoints
 
@@ -169,7 +169,7 @@ def shared_storage(s):
     fix="trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2; see docs/resilience.md for how often",
 )
 def saves_nothing(s):
-    random_weights = s.megatron and not s.get(f"{ACTOR}.load_weight", True)
+    random_weights = s.megatron and not all(s.get(key, True) for key in LOADS_WEIGHTS)
     trial = random_weights or 0 < s.number("trainer.total_training_steps", 0) < 20
     if s.npu and not saves(s) and not trial:
         yield "trainer.save_freq", f"{s.get('trainer.save_freq')}"

@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2034 # internal/recipe.sh reads them
 # Sourced by internal/recipe.sh: what the recipes say otherwise to verl 0.9.1 than to verl 0.7.1.
 
-# Keys that verl 0.9.1 lacks, because it always does so: it loads the weights, offloads gradients with the parameters, has no
-# other workers, and normalizes the loss over the whole mini-batch.
+# Keys that verl 0.9.1 lacks, because it always does so: it loads the weights (but see megatron_training.py), offloads gradients
+# with the parameters, has no other workers, and normalizes the loss over the whole mini-batch.
 GONE='actor_rollout_ref.*.load_weight|actor_rollout_ref.*.megatron.grad_offload|trainer.use_legacy_worker_impl'
 GONE+='|actor_rollout_ref.actor.whole_batch_loss'
 # MindSpeed's name for what num_layers_in_first_pipeline_stage and _last_ say to megatron-core, stops with core 0.16.
@@ -42,8 +42,9 @@ translate() {
 
 # stack: change ARGS and OVERRIDES; called before keys that are given twice are settled.
 stack() {
-    [ "$(setting actor_rollout_ref.actor.load_weight)" != False ] ||
-        die "STACK=$STACK does not have this recipe: verl 0.9.1 always loads weights; use the one with true weights"
+    if [ "$(setting actor_rollout_ref.actor.load_weight)" = False ]; then
+        ARGS+=(+actor_rollout_ref.{actor,ref}.megatron.override_mcore_model_config.load_weight=False)
+    fi
     if [ "$(setting "$OVERRIDE.moe_zero_memory")" = level1 ] && ! switched USE_ALLTOALL_OVERLAP; then
         recompute_layers # instead
         MISSING+="|+$OVERRIDE.moe_alltoall_overlap_comm|+$OVERRIDE.moe_zero_memory"

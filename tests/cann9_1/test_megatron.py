@@ -186,6 +186,30 @@ def test_every_layout_computes_learns_and_resumes(tmp_path):
         assert any(results[number]["norms"][0] for results in ranks), layout
 
 
+def random_in(rank: int, layout: Layout, path) -> dict:
+    """A model of which only the configuration is there."""
+    worker = make_worker(
+        layout, path, "+actor_rollout_ref.actor.megatron.override_mcore_model_config.load_weight=False"
+    )
+    made = exported(worker)
+    norms = [update(worker, make_batch()) for _ in range(UPDATES)]
+    return {"made": as_numpy(made), "norms": norms, "weights": as_numpy(exported(worker))}
+
+
+def test_random_weights_learn_without_a_file(tmp_path):
+    path = make_checkpoint("moe", tmp_path / "moe")
+    file = on_disk(path)
+    (path / "model.safetensors").unlink()
+    results = run_ranks(2, random_in, Layout("moe", tp=2, ep=2), path)
+    assert any(norm for result in results for norm in result["norms"])
+    made, weights = (as_torch(results[0][name]) for name in ("made", "weights"))
+    assert made.keys() == file.keys()
+    for name, tensor in made.items():
+        assert torch.isfinite(tensor).all() and not torch.equal(tensor, weights[name]), name
+        assert tensor.std() > 0 or name.endswith("norm.weight"), name
+        assert not torch.equal(tensor, file[name]) or name.endswith("norm.weight"), name
+
+
 def routes_of(worker, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """What R2 records while log-probs are computed: jagged [rows, tokens, layers, experts of a token]."""
     return infer(worker, batch)[1]["routed_experts"]

@@ -1,4 +1,4 @@
-"""verl's Megatron engine in float32, and checkpoints in another layout (patches of verl on the other stack).
+"""verl's Megatron engine in float32, with random weights, and checkpoints in another layout.
 
 In float32 its log-probs can be compared with Hugging Face's to 1e-6; bf16 hides wrong layouts below 1e-2.
 """
@@ -26,6 +26,21 @@ def accept_float32(module: types.ModuleType) -> None:
         object.__setattr__(self, "dtype", dtype)
 
     module.McoreEngineConfig.__post_init__ = __post_init__
+
+
+@hooks.after("verl.workers.engine.megatron.transformer_impl")
+def train_random_weights(module: types.ModuleType) -> None:
+    """``override_mcore_model_config.load_weight=False``: train the weights that Megatron made."""
+    engine = module.MegatronEngine
+    build = engine._build_megatron_module
+
+    def _build_megatron_module(self) -> list:
+        if not self.engine_config.override_mcore_model_config.get("load_weight", True):
+            load = "load_weights" if self.vanilla_bridge else "load_hf_weights"
+            setattr(self.bridge, load, lambda *args, **kwargs: None)
+        return build(self)
+
+    engine._build_megatron_module = _build_megatron_module
 
 
 @hooks.after("megatron.core.optimizer.distrib_optimizer")
