@@ -129,7 +129,7 @@ class Hosts:
             "VERBOSE": "1",
             "RAY_NUM_CPUS": "0",
             "RAY_OBJECT_STORE": "80000000",
-            "LOST_DEADLINE_S": "8",
+            "LOST_DEADLINE_S": "20",  # a busy machine keeps a node silent for 8
             "NODES_DEADLINE_S": "120",
             "RAY_DEADLINE_S": "120",
         }
