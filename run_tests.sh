@@ -7,7 +7,7 @@
 #           bash run_tests.sh tests/test_gspo.py -x            # pytest with these arguments and no others
 # Writes:   .venv/, frameworks/, data/
 # Hardware: 2 cores, 12 GiB (--all: 20), 12 GB of disk (--all: 24), Linux with Python 3.11 (--all: also 3.12)
-# Duration: about 15 minutes; with --all about 45
+# Duration: about 15 minutes; with --all about 65
 #
 #   --all        also runs the tests marked long, proves again that a patch is needed where anything changed that the last
 #                proof depended on (PYTEST_ADDOPTS=--prove: all of them), and then runs the tests of the second stack
