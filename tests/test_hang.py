@@ -163,6 +163,8 @@ import os, ray, sys, time
 ray.init(log_to_driver=True)
 @ray.remote(num_cpus=0, resources={"NPU": 1}, scheduling_strategy="SPREAD")
 class WorkerDict:
+    def where(self):
+        return ray.util.get_node_ip_address()
     def begin(self, rank, address):
         from ascend_rl.host.core_binding import bind_trainer
         os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR=address, MASTER_PORT="29511")
@@ -178,7 +180,8 @@ class WorkerDict:
     def load(self):
         time.sleep(3600)
 workers = [WorkerDict.remote() for _ in range(4)]
-ray.get([w.begin.remote(rank, os.environ["MASTER_ADDR"]) for rank, w in enumerate(workers)])
+address = ray.get(workers[0].where.remote())  # Ray begins with any node
+ray.get([w.begin.remote(rank, address) for rank, w in enumerate(workers)])
 print("Training Progress: |#| 3/9 [00:05<02:00]", flush=True)
 ray.get([w.update.remote(rank) for rank, w in enumerate(workers)])
 """
