@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from message_queue import ends
@@ -11,18 +12,29 @@ from message_queue import ends
 from ascend_rl.host import idle
 
 
-@pytest.mark.parametrize("spin, looks", [("0.01", (1, 40)), ("", (41, 1000))])
-def test_a_worker_without_a_call_waits_after_its_loop(monkeypatch, spin, looks):
-    """Of some 300 looks in 0.3 s without the setting, and it still gets the next call."""
+@pytest.mark.parametrize("spin, looks, waits", [("0.01", 10, 3), ("", 300, 0)])
+def test_a_worker_without_a_call_waits_after_its_loop(monkeypatch, spin, looks, waits):
+    """By a clock that only looks (1 ms each) and waits advance; and it still gets the next call."""
     from vllm.distributed.device_communicators import shm_broadcast
 
     monkeypatch.setenv(idle.VARIABLE, spin)
-    yields = []
-    monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: yields.append(time.sleep(0.001)))
     writer, reader = ends()
-    with pytest.raises(TimeoutError):
-        reader.dequeue(timeout=0.3)
-    assert looks[0] <= len(yields) <= looks[1]
+    writer.enqueue("a call")
+    assert reader.dequeue(timeout=60) == "a call"
+    looked, waited = [], []
+
+    def poll(timeout):
+        waited.append(timeout / 1000)
+        return []
+
+    with monkeypatch.context() as still:
+        still.setattr(shm_broadcast, "time", SimpleNamespace(monotonic=lambda: sum(looked) + sum(waited)))
+        still.setattr(shm_broadcast, "sched_yield", lambda: looked.append(0.001))
+        still.setattr(reader._spin_condition, "poller", SimpleNamespace(poll=poll))
+        reader._spin_condition.record_read()
+        with pytest.raises(TimeoutError):
+            reader.dequeue(timeout=0.3)
+    assert len(looked) == pytest.approx(looks, abs=1) and len(waited) == waits
     writer.enqueue({"a": "call"})
     assert reader.dequeue(timeout=60) == {"a": "call"}
 
