@@ -159,7 +159,7 @@ def serve(server: socket.socket, with_ray: Sequence[str]) -> dict:
                         connection.close()
                         for file in request["files"]:
                             os.close(file)
-                        continue
+                        continue  # without an answer, the program becomes an ordinary Python
                     if not (pid := os.fork()):
                         signal.set_wakeup_fd(-1)
                         for other in (connection, *forks.values()):
@@ -238,7 +238,7 @@ def start(folder: Path, modules: Sequence[str]) -> Path:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import them, as far as there are no threads that a fork lacks."""
+    """Import them; end this process if they started threads that a fork lacks."""
     for name in modules:
         importlib.import_module(name)
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]

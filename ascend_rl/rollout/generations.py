@@ -57,7 +57,7 @@ def record(
         lengths, scores, limit: see `pick`.
         texts: prompt and response of given rows.
     """
-    if "VERL_FILE_LOGGER_PATH" not in os.environ or not len(lengths):
+    if not os.environ.get("VERL_FILE_LOGGER_PATH") or not len(lengths):
         return
     rows = pick(lengths, scores, limit)
     for (row, kinds), (prompt, response) in zip(rows.items(), texts(list(rows)), strict=True):

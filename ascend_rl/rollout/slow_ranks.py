@@ -135,7 +135,7 @@ def step_times(step: int, group: Any, timing: MutableMapping[str, float]) -> dic
         SLOWEST_RANK and SLOWEST_ENGINE: the largest ratio to the median, where there are several.
     """
     engines = of_engines(timing)
-    if "VERL_FILE_LOGGER_PATH" not in os.environ or not switched_on(SWITCH, {SWITCH: "1"} | os.environ):
+    if not os.environ.get("VERL_FILE_LOGGER_PATH") or not switched_on(SWITCH, {SWITCH: "1"} | os.environ):
         return {}
     began_s = time.perf_counter()
     ranks = of_workers(group)
