@@ -101,12 +101,13 @@ def code_facts(root: Path) -> dict:
 def working_tree_hash(tree: Path, package: str, hashed: Callable[[str], bool]) -> str:
     """Like `tree` in frameworks.lock, but over the files on disk, so an uncommitted edit changes it too."""
     lines = []
-    for path in (tree / package).rglob("*"):
-        name = path.relative_to(tree).as_posix()
-        if hashed(name) and path.is_file():
-            content = path.read_bytes()
-            blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            lines.append(f"{name} {blob}\n")
+    for folder, _, names in os.walk(tree / package):
+        within = os.path.relpath(folder, tree)
+        for name in names:
+            if hashed(relative := f"{within}/{name}") and (path := Path(folder, name)).is_file():
+                content = path.read_bytes()
+                blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+                lines.append(f"{relative} {blob}\n")
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 
 
@@ -155,11 +156,8 @@ def rollout_facts(env: Mapping[str, str], dies: Sequence[dict] = ()) -> dict:
 
 def installed() -> dict[str, str]:
     """Versions of all installed distributions, by name in lower case with "_"."""
-    return {
-        dist.metadata["Name"].lower().replace("-", "_"): dist.version
-        for dist in importlib.metadata.distributions()
-        if dist.metadata["Name"]
-    }
+    facts = (dist.metadata for dist in importlib.metadata.distributions())  # each access parses a file
+    return {each["Name"].lower().replace("-", "_"): each["Version"] for each in facts if each["Name"]}
 
 
 def os_name() -> str:
