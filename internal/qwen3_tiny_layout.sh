@@ -15,7 +15,8 @@ tiny() {
         reward.custom_reward_function.path="$ROOT/ascend_rl/recipe/tiny.py"
         reward.custom_reward_function.name=compute_score
         reward.num_workers=1
-        actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
+        actor_rollout_ref.actor.use_dynamic_bsz=True
+        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048      # all of a step
 
         # vLLM's async server in the trainer's precision.
         actor_rollout_ref.rollout.n=4
@@ -23,7 +24,6 @@ tiny() {
         actor_rollout_ref.rollout.tensor_model_parallel_size=1
         actor_rollout_ref.rollout.enforce_eager=True
         actor_rollout_ref.rollout.free_cache_engine=False
-        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16
         actor_rollout_ref.rollout.max_model_len=64
         actor_rollout_ref.rollout.max_num_seqs=64
         actor_rollout_ref.rollout.max_num_batched_tokens=1024
@@ -37,7 +37,7 @@ tiny() {
         trainer.total_training_steps=80
         trainer.total_epochs=1
         trainer.val_before_train=True
-        trainer.test_freq=40
+        trainer.test_freq=80
         trainer.save_freq=-1
         trainer.resume_mode=disable
     )

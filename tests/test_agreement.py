@@ -17,7 +17,6 @@ from ascend_rl.launch import agreement
 from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 
 SCRIPTS = ("internal/train_gspo_qwen3_tiny_cpu.sh", "internal/cpu_env.sh")
-MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"  # fits four nodes
 EDIT = """
     mount -t tmpfs none {layer} && mkdir {layer}/upper {layer}/work {layer}/data {layer}/data-work
     mount -t overlay none -o lowerdir={root},upperdir={layer}/upper,workdir={layer}/work {root}
@@ -43,7 +42,7 @@ def hosts(root, tiny, tmp_path):
 def start(h: Hosts, host: int, *overrides: str, before: str = "", **variables) -> Launch:
     """The recipe on a host, after some lines of bash in a mount namespace of its own."""
     console = h.directory / f"console-{len(h.launches)}"
-    command = f"{before}\nexec bash ray_start_npu.sh {' '.join([*SCRIPTS, MICRO, *overrides])}"
+    command = f"{before}\nexec bash ray_start_npu.sh {' '.join([*SCRIPTS, *overrides])}"
     given = {"MASTER_ADDR": h.address(1), "NNODES": 4, "SKIP_PREFLIGHT": 0} | variables
     process = h.inside(host, "unshare", "-m", "bash", "-euc", command, console=console, **given)
     h.launches.append(Launch(process, console))
