@@ -18,6 +18,7 @@ from ascend_rl.host.die_reading import FIGURES, Reader, by_die
 from ascend_rl.launch.die_watch import ADVICE, AGAIN, DAY_S, Book, DieWatch, Judge
 from ascend_rl.process import progress
 from ascend_rl.process.logs import records
+from ascend_rl.rollout.engine_stats import step_metrics
 
 DIES, MINUTE_S = 16, 60.0
 
@@ -265,6 +266,38 @@ def test_a_book_is_one_line_a_reading_and_survives_what_is_none(tmp_path):
     book.close()
     book.thread.join(60)
     assert told[1].startswith("node 10.0.0.3: ")
+
+
+def test_the_metrics_of_a_step_have_what_the_head_wrote_since_the_last_one(tmp_path, monkeypatch):
+    """Two nodes over a week, step by step as the trainer asks, against sums over the readings themselves."""
+    file, rng = tmp_path / "dies.jsonl", random.Random(4)
+    weeks = {node: [*week_of(random.Random(node))] for node in (1, 2)}
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    assert step_metrics({}, {}) == {}  # no node has npu-smi
+    book = Book(file, lambda warning: None)
+    written, seen = 0, 0
+    while written < len(weeks[1]):
+        new = weeks[1][written : written + rng.randrange(60)]
+        for row in new:
+            book.take("10.0.0.1", row)
+            book.take("10.0.0.2", weeks[2][written])
+            written += 1
+        while len(records(file)) < 2 * written:  # the book writes in its own thread
+            time.sleep(0.01)
+        with file.open("a") as half:
+            half.write('{"node": "10.0.0.1", "time"')  # as while the head writes
+        found = step_metrics({}, {})
+        file.write_bytes(file.read_bytes()[: -len('{"node": "10.0.0.1", "time"')])
+        assert bool(found) == bool(new)
+        rows = [row for week in weeks.values() for row in week[seen:written]]
+        if rows:
+            assert found["dies/temperature_c/max"] == max(max(row["temperature_c"]) for row in rows)
+            for name in ("single_bit", "packet_errors", "double_bit", "link_downs"):
+                grown = [sum(week[written - 1][name]) - sum(week[0][name]) for week in weeks.values()]
+                assert found[f"dies/{name}"] == sum(grown), name
+            assert "dies/power_w/mean" not in found  # not in these readings
+        seen = written
+    book.close()
 
 
 def test_nothing_is_read_without_npu_smi_or_with_0(root, tmp_path):

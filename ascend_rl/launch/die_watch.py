@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
+import os
 import queue
 import resource
 import statistics
@@ -33,7 +35,7 @@ from ascend_rl.host import npu_tools
 from ascend_rl.host.die_reading import FIGURES, Reader, by_die
 from ascend_rl.process.logs import LogFile
 
-FILE = "dies.jsonl"
+FILE, PREFIX = "dies.jsonl", "dies/"
 HOT_C = 85.0
 ABOVE_MEDIAN_C, WARM_C = 25.0, 65.0  # much hotter than the other dies of the node, and not just busier
 STEP_C = 5.0  # over HOT_C that are twice as bad
@@ -195,6 +197,59 @@ class Book:
     def close(self) -> None:
         """Write what is there, and nothing that comes later."""
         self.rows.put(None)
+
+
+class Metrics:
+    """For verl's metrics of a step, from the file of a Book, which holds the readings of one start.
+
+    >>> Metrics(Path("absent.jsonl")).take()
+    {}
+    """
+
+    def __init__(self, file: Path):
+        self.file, self.position = file, 0
+        self.judges: dict[str, Judge] = defaultdict(Judge)
+
+    def take(self) -> dict[str, float]:
+        """Of the readings since the last call, by all nodes; nothing if there are none.
+
+        The highest temperature in Celsius, the mean power of a die in W, and what each counter of all dies
+        together has grown by since the start.
+        """
+        lines: list[bytes] = []
+        with contextlib.suppress(OSError), self.file.open("rb") as file:
+            file.seek(self.position)
+            lines = file.read().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()  # it is being written
+        self.position += sum(map(len, lines))
+        heat, power = [], []
+        for line in lines:
+            with contextlib.suppress(ValueError, TypeError, KeyError, IndexError):  # no reading
+                row = json.loads(line)
+                self.judges[row["node"]].take(row)
+                heat += [now["temperature_c"] for now in by_die(row).values() if "temperature_c" in now]
+                power += [now["power_w"] for now in by_die(row).values() if "power_w" in now]
+        found = {f"{PREFIX}temperature_c/max": max(heat)} if heat else {}
+        if power:
+            found[f"{PREFIX}power_w/mean"] = statistics.fmean(power)
+        for name in COUNTED if lines else ():
+            if any(name in last for judge in self.judges.values() for last in judge.last.values()):
+                found[PREFIX + name] = sum(
+                    grown[name] for judge in self.judges.values() for grown in judge.grown.values()
+                )
+        return found
+
+
+@functools.cache
+def _of_run(metrics: str) -> Metrics:
+    return Metrics(Path(metrics).with_name(FILE))
+
+
+def step_metrics() -> dict[str, float]:
+    """Metrics.take for the file beside verl's metrics.jsonl, if there is one."""
+    metrics = os.environ.get("VERL_FILE_LOGGER_PATH")
+    return _of_run(metrics).take() if metrics else {}
 
 
 class DieWatch:
