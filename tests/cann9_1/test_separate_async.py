@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ from wheels import sites, wheels_file
 from ascend_rl.glue.cann9_1.options import MANAGER, options
 from ascend_rl.launch.supervise import descendants
 from ascend_rl.process.counts import VARIABLE, counted
+from ascend_rl.process.logs import by_step, records
 from ascend_rl.process.ports import free_port
 from ascend_rl.rollout import server_restart
 from ascend_rl.rollout.prompt_memory import PromptMemory
@@ -192,7 +195,7 @@ def made(monkeypatch, queue: dict, **config):
     trainer = async_trainer.AsyncTrainer.__new__(async_trainer.AsyncTrainer)
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": config}}})
     trainer.timing_raw, trainer.agent_loop_manager = {}, SimpleNamespace(end=dict, restarts=None)
-    trainer.global_steps = 3
+    trainer.global_steps, trainer.total_training_steps = 3, 9
     return trainer
 
 
@@ -239,8 +242,9 @@ def test_a_resumed_run_learns_what_it_has_asked_for():
     assert list(manager.memory.lengths) == ["its key"] and manager.key_of == {"later": "another"}
 
 
-@pytest.mark.parametrize("partial", [True, False])
-def test_without_partial_rollout_a_step_ends_when_all_prompts_are_answered(monkeypatch, partial):
+@pytest.mark.parametrize("partial, last", [(True, False), (False, False), (False, True)])
+def test_without_partial_rollout_a_step_ends_when_all_prompts_are_answered(monkeypatch, partial, last):
+    """But not the last one, which may be that of a run whose time is over."""
     from verl.trainer.ppo.v1 import replay_buffer
     from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
@@ -249,6 +253,7 @@ def test_without_partial_rollout_a_step_ends_when_all_prompts_are_answered(monke
         for status in ("pending", "running", "finished")
     ]
     looks, trainer = [], made(monkeypatch, {}, partial_rollout=partial)
+    trainer.total_training_steps = trainer.global_steps + (not last)
     monkeypatch.setattr(
         replay_buffer.tq, "kv_list", lambda: looks.append(1) or {"train": {"uid": states[len(looks) - 1]}}
     )
@@ -257,13 +262,40 @@ def test_without_partial_rollout_a_step_ends_when_all_prompts_are_answered(monke
         "separate_async", None, 2, "wait", {}, poll_interval=0.01
     )
     trainer.on_step_end()
-    assert len(looks) == (0 if partial else 3) and ("drain" in trainer.timing_raw) == (not partial)
+    drains = not partial and not last
+    assert len(looks) == 3 * drains and ("drain" in trainer.timing_raw) == drains
+
+
+@contextlib.contextmanager
+def rehearsal(root: Path, folder: Path, recipe: str, overrides: Sequence[str], **variables: object):
+    """The launcher of a rehearsal, which writes to folder/run and folder/console."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL", "VLLM"))}
+    given = {"SMOKE": 1, "SMOKE_DTYPE": "float32", "OUTPUT_DIR": folder / "run", "NUM_WARMUP_BATCHES": 0.5}
+    if TP1 in overrides:
+        given["VLLM_ASCEND_ENABLE_FLASHCOMM1"] = 0  # of several ranks
+    environment |= {name: str(value) for name, value in (given | variables).items()}
+    scripts = f"internal/train_{recipe}.sh", f"internal/{RECIPES[recipe]}_env.sh"
+    with (folder / "console").open("w") as console:
+        run = subprocess.Popen(
+            ["bash", "ray_start_npu.sh", *scripts, *overrides],
+            cwd=root, env=environment, stdout=console, stderr=console,
+        )  # fmt: skip
+        try:
+            yield run
+        finally:
+            run.terminate()
+
+
+def wait_for_step(run: subprocess.Popen, step: int, log: Path) -> None:
+    while run.poll() is None and not (
+        log.exists() and re.search(rb"Progress.* %d/" % step, log.read_bytes())
+    ):
+        time.sleep(0.2)
 
 
 def kill_a_server(run: subprocess.Popen, log: Path) -> None:
     """One of them, with its engine, once the first step is over."""
-    while run.poll() is None and not (log.exists() and re.search(rb"Progress.* 1/3", log.read_bytes())):
-        time.sleep(0.2)
+    wait_for_step(run, 1, log)
     servers = [pid for pid, name in descendants(run.pid).items() if name.startswith("ray::Server")]
     assert len(servers) == 2, "the run ended before its second step"
     os.kill(servers[0], signal.SIGKILL)
@@ -278,34 +310,16 @@ def test_three_steps(root, tmp_path, case):
     The other half is fresh: with the weights that HCCL has brought, both are the same model.
     A server that dies in the second step, whose requests the other one answers, is back in the third.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL", "VLLM"))}
-    environment |= {"SMOKE": "1", "SMOKE_DTYPE": "float32", "STEPS": "3", "OUTPUT_DIR": str(tmp_path / "run")}
     recipe, overrides = CASES[case]
-    if TP1 in overrides:
-        environment["VLLM_ASCEND_ENABLE_FLASHCOMM1"] = "0"  # of several ranks
-    command = [
-        "bash",
-        "ray_start_npu.sh",
-        f"internal/train_{recipe}.sh",
-        f"internal/{RECIPES[recipe]}_env.sh",
-        *overrides,
-    ]
-    log = tmp_path / "run/train.log"
-    with (tmp_path / "console").open("w") as console:
-        run = subprocess.Popen(
-            command, cwd=root, env=environment | {"NUM_WARMUP_BATCHES": "0.5"}, stdout=console, stderr=console
-        )
-        try:
-            if TP1 in overrides:
-                kill_a_server(run, log)
-            run.wait(PATIENCE_S)
-        finally:
-            run.terminate()
+    with rehearsal(root, tmp_path, recipe, overrides, STEPS=3) as run:
+        if TP1 in overrides:
+            kill_a_server(run, tmp_path / "run/train.log")
+        run.wait(PATIENCE_S)
     said = (tmp_path / "console").read_text()
     assert run.returncode == 0, said[-6000:]
     report = json.loads((tmp_path / "run/rehearsal.json").read_text())
     assert report["gap"]["met"] is True and report["features"]["async"] > 16, report
-    steps = [json.loads(line)["data"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [record["data"] for record in records(tmp_path / "run/metrics.jsonl")]
     assert [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps] == [0, 1, 1]
     spans = [step["training/off_policy/trajectory_spans/max"] for step in steps]
     assert overrides is not TWO_SEATS or max(spans) == 2, spans  # old weights began it, and new ones went on
@@ -315,16 +329,37 @@ def test_three_steps(root, tmp_path, case):
     assert sum(key.startswith(REQUESTS) for key in steps[-1]) == engines
     if TP1 in overrides:
         assert steps[-1][server_restart.METRIC] == 1
-        drawn = re.findall(
-            r"rollout (\d): (\d+) tokens/s, \d running, \d+ waiting, longest \d+", log.read_text()
-        )
+        log = (tmp_path / "run/train.log").read_text()
+        drawn = re.findall(r"rollout (\d): (\d+) tokens/s, \d running, \d+ waiting, longest \d+", log)
         assert {step for step, _ in drawn} == {"1", "2", "3"} and any(int(speed) for _, speed in drawn)
     for step in steps[1:]:
         assert step["training/off_policy/trajectory_staleness_worst/mean"] == 0.5
         assert step[FRESH] <= 1e-5 < 5e-5 < step[GAP_MAX]
-    records = [json.loads(file.read_text()) for file in (tmp_path / "run/record").glob("[0-9]*.json")]
-    received = [one["collectives"] for one in records if "CheckpointEngineWorker" in one["process"]]
+    processes = [json.loads(file.read_text()) for file in (tmp_path / "run/record").glob("[0-9]*.json")]
+    received = [one["collectives"] for one in processes if "CheckpointEngineWorker" in one["process"]]
     # The first weights and those after each step, in one bucket.
     assert received and all(counts["hccl::broadcast"] == 4 for counts in received), received
     assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "3"
     assert (tmp_path / "run/checkpoints/global_step_3/transfer_queue").is_dir()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * PATIENCE_S)
+@pytest.mark.skipif(os.environ.get("ALL_RECIPES") != "1", reason="only with ALL_RECIPES=1")
+def test_a_run_that_is_stopped_continues_with_the_responses_it_had(root, tmp_path):
+    """SIGTERM in step 3 of 9: it is saved with what is answered, which the first step after it trains."""
+    overrides = [TP1, "trainer.save_freq=100", "trainer.resume_mode=auto"]
+    console = tmp_path / "console"
+    with rehearsal(root, tmp_path, GSPO_32B, overrides, STEPS=9, SAVE_GRACE_S=PATIENCE_S) as run:
+        wait_for_step(run, 2, tmp_path / "run/train.log")
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(PATIENCE_S) == 75, console.read_text()[-6000:]
+    metrics = tmp_path / "run/metrics.jsonl"
+    last = max(by_step(metrics))
+    assert 3 <= last < 9 and f"saved at step {last}: the same command resumes" in console.read_text()
+    with rehearsal(root, tmp_path, GSPO_32B, overrides, STEPS=last + 2) as run:
+        assert run.wait(PATIENCE_S) == 0, console.read_text()[-6000:]
+    assert [*by_step(metrics)] == [*range(1, last + 3)] and len(records(metrics)) == 2
+    for record in records(metrics):
+        assert record["data"]["training/off_policy/trajectory_staleness_worst/mean"] == 0.5
+        assert record["data"][FRESH] <= 1e-5 < record["data"][GAP_MAX]

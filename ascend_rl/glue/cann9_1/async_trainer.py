@@ -9,7 +9,8 @@ its weights over. Responses that are unfinished by then go on with the new weigh
     checkpoints that a kill cannot spoil
     FRESH: the largest gap of responses that the newest weights of the rollout have generated; that of all is
         large by design, since the trainer has newer weights than stale ones had
-    partial_rollout=False: a step ends when nothing is unfinished, so that one version generates a response
+    partial_rollout=False: each step but the last ends when nothing is unfinished: one version generates a
+        response
     a count of the responses that ended while the trainer computed
 
 and what would be ignored, or wrong without a word, is refused.
@@ -72,7 +73,8 @@ class AsyncTrainer(Managed, PPOTrainerSeparateAsync):
 
     def on_step_end(self) -> None:
         self.count_answered()
-        if not options(self.config.actor_rollout_ref.rollout)["partial_rollout"]:
+        last = self.global_steps == self.total_training_steps  # also of a run that is stopped
+        if not last and not options(self.config.actor_rollout_ref.rollout)["partial_rollout"]:
             with marked_timer("drain", self.timing_raw):
                 self.drain()
         self.timing_raw |= self.agent_loop_manager.end()
