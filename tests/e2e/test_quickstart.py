@@ -136,7 +136,7 @@ def test_two_workers_share_the_steps_of_dapo(tmp_path, nothing_left_behind, same
     assert [line["step"] for line in times if line["ranks"]] == list(range(2, 8))
     for line in times[1:]:
         of_ranks = line["ranks"]
-        assert all(rank["backward_s"] > 0 and rank["forward_s"] > 4 * 0.5 for rank in of_ranks), line
+        assert all(rank["backward_s"] > 0 and rank["forward_s"] > 3 * 0.5 for rank in of_ranks), line
         assert of_ranks[1]["collectives_s"] > 0
         assert line["engines"].keys() == {"0", "1"}
         assert all(of["tokens"] >= of["steps"] > 0 < of["seconds"] for of in line["engines"].values())
