@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from test_launcher import Hosts, need_netns
 
-from ascend_rl.host.die_reading import FIGURES, Reader, by_die
+from ascend_rl.host.die_reading import FIGURES, Reader
 from ascend_rl.launch.die_watch import ADVICE, AGAIN, DAY_S, Book, DieWatch, Judge
 from ascend_rl.process import progress
+from ascend_rl.process.die_metrics import by_die
 from ascend_rl.process.logs import records
 from ascend_rl.rollout.engine_stats import step_metrics
 
@@ -197,7 +198,7 @@ def test_counters_that_start_again_and_figures_that_are_missing(root):
     judge = Judge()
     values = [100, None, 110, 0, 5, 12]  # a driver was reset
     assert [judge.take(row_of(n, single_bit=v)) for n, v in enumerate(values)][:-1] == [[]] * 5
-    assert judge.grown[0]["single_bit"] == 10 + 12
+    assert judge.growth.grown[0]["single_bit"] == 10 + 12
     assert judge.take(row_of(9, single_bit=14))[0].startswith(
         "die 0 (NPU None chip None) has single-bit errors of HBM: 24"
     )

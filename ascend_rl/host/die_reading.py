@@ -95,15 +95,3 @@ class Reader:
         row = {"time": now, "die": [die.index for die in dies]}
         columns = {name: [figures.get(name) for figures in found] for name in FIGURES}
         return row | {name: each for name, each in columns.items() if any(v is not None for v in each)}
-
-
-def by_die(row: Mapping) -> dict[int, dict]:
-    """The figures of each die that are there.
-
-    >>> by_die({"time": 0.0, "die": [0, 3], "power_w": [165.2, None], "health": ["OK", "Alarm"]})
-    {0: {'health': 'OK', 'power_w': 165.2}, 3: {'health': 'Alarm'}}
-    """
-    return {
-        die: {name: row[name][i] for name in FIGURES if name in row and row[name][i] is not None}
-        for i, die in enumerate(row.get("die", ()))
-    }

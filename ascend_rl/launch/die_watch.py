@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
-import os
 import queue
 import resource
 import statistics
@@ -32,10 +30,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ascend_rl.host import npu_tools
-from ascend_rl.host.die_reading import FIGURES, Reader, by_die
+from ascend_rl.host.die_reading import FIGURES, Reader
+from ascend_rl.process.die_metrics import Growth, by_die
 from ascend_rl.process.logs import LogFile
 
-FILE, PREFIX = "dies.jsonl", "dies/"
 HOT_C = 85.0
 ABOVE_MEDIAN_C, WARM_C = 25.0, 65.0  # much hotter than the other dies of the node, and not just busier
 STEP_C = 5.0  # over HOT_C that are twice as bad
@@ -44,8 +42,6 @@ DAY_S = 86400.0
 LEVELS = {"Warning": 1.0, "Alarm": 2.0, "Critical": 4.0}  # of health
 MISSED = 2  # readings without a die, or without any, before it counts
 AGAIN = {"single_bit": 10.0, "packet_errors": 10.0}  # else 2
-COUNTED = ("single_bit", "double_bit", "isolated_pages", "pages_to_isolate", "link_ups", "link_downs",
-           "packet_errors")  # fmt: skip
 MOST_SHOWN = 4
 LEAVE = (
     "save and end the run (SAVE_BY), and start it again without this node (spare nodes: docs/resilience.md)"
@@ -68,8 +64,7 @@ class Judge:
 
     def __init__(self):
         self.began_s: float | None = None
-        self.last: dict[int, dict] = {}  # the last value of each figure, by die
-        self.grown: dict[int, Counter] = defaultdict(Counter)
+        self.growth = Growth()
         self.missed: Counter = Counter()  # readings in a row, by die; None: all of them
         self.told: dict[tuple[int | None, str], float] = {}
 
@@ -90,30 +85,19 @@ class Judge:
         else:
             dies = by_die(row)
             for die, now in dies.items():
-                self._count(die, now)
+                self.growth.add(die, now)
             temperatures = [now["temperature_c"] for now in dies.values() if "temperature_c" in now]
             median = statistics.median(temperatures) if temperatures else 0.0
             for die, now in dies.items():
-                for reason, severity, what in judged(now, self.grown[die], median, days):
+                for reason, severity, what in judged(now, self.growth.grown[die], median, days):
                     find(die, reason, severity, what)
-            for die in self.last:
+            for die in self.growth.last:
                 self.missed[die] = 0 if die in dies else self.missed[die] + 1
                 find(die, "gone", self.missed[die] >= MISSED, "is gone")
         return [f"{listed(whats)}: {ADVICE[reason]}" for reason, whats in found.items()]
 
-    def _count(self, die: int, now: Mapping) -> None:
-        last = self.last.setdefault(die, {})
-        for name in COUNTED:
-            if name in now and name in last:
-                more = now[name] - last[name]
-                self.grown[die][name] += more if more >= 0 else now[name]
-        for name in ("link", "vnic_link"):  # one that was never up is not used, as RoCE of a single A3 node
-            if last.get(name) == "UP" and now.get(name) == "DOWN":
-                self.grown[die][f"{name}_lost"] += 1
-        last |= now
-
     def _name(self, die: int) -> str:
-        last = self.last[die]
+        last = self.growth.last[die]
         rank = f", rank {last['rank']}" if "rank" in last else ""
         return f"die {die} (NPU {last.get('npu')} chip {last.get('chip')}{rank})"
 
@@ -197,59 +181,6 @@ class Book:
     def close(self) -> None:
         """Write what is there, and nothing that comes later."""
         self.rows.put(None)
-
-
-class Metrics:
-    """For verl's metrics of a step, from the file of a Book, which holds the readings of one start.
-
-    >>> Metrics(Path("absent.jsonl")).take()
-    {}
-    """
-
-    def __init__(self, file: Path):
-        self.file, self.position = file, 0
-        self.judges: dict[str, Judge] = defaultdict(Judge)
-
-    def take(self) -> dict[str, float]:
-        """Of the readings since the last call, by all nodes; nothing if there are none.
-
-        The highest temperature in Celsius, the mean power of a die in W, and what each counter of all dies
-        together has grown by since the start.
-        """
-        lines: list[bytes] = []
-        with contextlib.suppress(OSError), self.file.open("rb") as file:
-            file.seek(self.position)
-            lines = file.read().splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()  # it is being written
-        self.position += sum(map(len, lines))
-        heat, power = [], []
-        for line in lines:
-            with contextlib.suppress(ValueError, TypeError, KeyError, IndexError):  # no reading
-                row = json.loads(line)
-                self.judges[row["node"]].take(row)
-                heat += [now["temperature_c"] for now in by_die(row).values() if "temperature_c" in now]
-                power += [now["power_w"] for now in by_die(row).values() if "power_w" in now]
-        found = {f"{PREFIX}temperature_c/max": max(heat)} if heat else {}
-        if power:
-            found[f"{PREFIX}power_w/mean"] = statistics.fmean(power)
-        for name in COUNTED if lines else ():
-            if any(name in last for judge in self.judges.values() for last in judge.last.values()):
-                found[PREFIX + name] = sum(
-                    grown[name] for judge in self.judges.values() for grown in judge.grown.values()
-                )
-        return found
-
-
-@functools.cache
-def _of_run(metrics: str) -> Metrics:
-    return Metrics(Path(metrics).with_name(FILE))
-
-
-def step_metrics() -> dict[str, float]:
-    """Metrics.take for the file beside verl's metrics.jsonl, if there is one."""
-    metrics = os.environ.get("VERL_FILE_LOGGER_PATH")
-    return _of_run(metrics).take() if metrics else {}
 
 
 class DieWatch:

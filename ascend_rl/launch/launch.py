@@ -34,7 +34,6 @@ from unittest import mock
 from ascend_rl.launch import registry
 from ascend_rl.launch.agreement import Agreement
 from ascend_rl.launch.alert import Alerts
-from ascend_rl.launch.die_watch import FILE as DIES
 from ascend_rl.launch.die_watch import Book, DieWatch
 from ascend_rl.launch.first_step import gate, limit_of
 from ascend_rl.launch.hang import Stacks, packed
@@ -52,6 +51,7 @@ from ascend_rl.launch.rendezvous import Head, RendezvousError, Worker
 from ascend_rl.launch.supervise import Ending, supervise
 from ascend_rl.launch.time_limit import EXIT_RESUMES, TimeLimit
 from ascend_rl.process import counts
+from ascend_rl.process.die_metrics import FILE as DIES
 from ascend_rl.process.logs import set_aside
 from ascend_rl.process.ports import free_port
 from ascend_rl.process.progress import rank_of_die

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from ascend_rl.launch import die_watch
+from ascend_rl.process import die_metrics
 from ascend_rl.rollout import engine_times
 from ascend_rl.rollout.servers import server_of
 from ascend_rl.settings.metrics import (
@@ -169,7 +169,7 @@ def step_metrics(
     rollout: str | None = "gen",
 ) -> dict[str, float]:
     """The metrics of a step: what `of_rollout` left in ``timing``, which are no times, MFU by phase, and the
-    state of the dies (launch/die_watch.py).
+    state of the dies (process/die_metrics.py).
 
     A rollout and a pass for log-probs have the operations of an update's forward pass, over the same tokens,
     so that their MFU follows from verl's for the update and the times of the phases.
@@ -195,4 +195,4 @@ def step_metrics(
     for name, phase in ((MFU_ROLLOUT, rollout), (MFU_LOG_PROBS, "old_log_prob")):
         if forward_s and timing.get(phase) and not metrics.get(name):  # verl's own may say 0: unknown
             found[name] = forward_s / timing[phase]
-    return found | die_watch.step_metrics()
+    return found | die_metrics.step_metrics()
