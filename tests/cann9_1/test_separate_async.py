@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -11,14 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from runs import PATIENCE_S
+from runs import PATIENCE_S, finish, launch, nothing_left_of
 from wheels import sites, wheels_file
 
 from ascend_rl.glue.cann9_1.options import MANAGER, options
@@ -266,24 +264,13 @@ def test_without_partial_rollout_a_step_ends_when_all_prompts_are_answered(monke
     assert len(looks) == 3 * drains and ("drain" in trainer.timing_raw) == drains
 
 
-@contextlib.contextmanager
-def rehearsal(root: Path, folder: Path, recipe: str, overrides: Sequence[str], **variables: object):
-    """The launcher of a rehearsal, which writes to folder/run and folder/console."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL", "VLLM"))}
-    given = {"SMOKE": 1, "SMOKE_DTYPE": "float32", "OUTPUT_DIR": folder / "run", "NUM_WARMUP_BATCHES": 0.5}
+def rehearse(output: Path, recipe: str, *overrides: str, **variables: object) -> subprocess.Popen:
+    given = {"SMOKE": 1, "SMOKE_DTYPE": "float32", "NUM_WARMUP_BATCHES": 0.5, "VERBOSE": 0}
     if TP1 in overrides:
         given["VLLM_ASCEND_ENABLE_FLASHCOMM1"] = 0  # of several ranks
-    environment |= {name: str(value) for name, value in (given | variables).items()}
-    scripts = f"internal/train_{recipe}.sh", f"internal/{RECIPES[recipe]}_env.sh"
-    with (folder / "console").open("w") as console:
-        run = subprocess.Popen(
-            ["bash", "ray_start_npu.sh", *scripts, *overrides],
-            cwd=root, env=environment, stdout=console, stderr=console,
-        )  # fmt: skip
-        try:
-            yield run
-        finally:
-            run.terminate()
+    of_cpus = [f"--unset={name}" for name in os.environ if name.startswith(("VERL", "VLLM"))]
+    where = {"environment": f"{RECIPES[recipe]}_env.sh", "inside": ["env", *of_cpus]}
+    return launch(f"train_{recipe}.sh", output, *overrides, **where, **given | variables)
 
 
 def wait_for_step(run: subprocess.Popen, step: int, log: Path) -> None:
@@ -304,18 +291,18 @@ def kill_a_server(run: subprocess.Popen, log: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize("case", RUN)
-def test_three_steps(root, tmp_path, case):
+def test_three_steps(tmp_path, case):
     """Half of each batch is generated while the trainer computes, and one version behind, so it differs.
 
     The other half is fresh: with the weights that HCCL has brought, both are the same model.
     A server that dies in the second step, whose requests the other one answers, is back in the third.
     """
     recipe, overrides = CASES[case]
-    with rehearsal(root, tmp_path, recipe, overrides, STEPS=3) as run:
+    with nothing_left_of(tmp_path):
+        run = rehearse(tmp_path / "run", recipe, *overrides, STEPS=3)
         if TP1 in overrides:
             kill_a_server(run, tmp_path / "run/train.log")
-        run.wait(PATIENCE_S)
-    said = (tmp_path / "console").read_text()
+        said = finish(run, tmp_path / "run")
     assert run.returncode == 0, said[-6000:]
     report = json.loads((tmp_path / "run/rehearsal.json").read_text())
     assert report["gap"]["met"] is True and report["features"]["async"] > 16, report
@@ -346,19 +333,22 @@ def test_three_steps(root, tmp_path, case):
 @pytest.mark.long
 @pytest.mark.timeout(3 * PATIENCE_S)
 @pytest.mark.skipif(os.environ.get("ALL_RECIPES") != "1", reason="only with ALL_RECIPES=1")
-def test_a_run_that_is_stopped_continues_with_the_responses_it_had(root, tmp_path):
+def test_a_run_that_is_stopped_continues_with_the_responses_it_had(tmp_path):
     """SIGTERM in step 3 of 9: it is saved with what is answered, which the first step after it trains."""
     overrides = [TP1, "trainer.save_freq=100", "trainer.resume_mode=auto"]
-    console = tmp_path / "console"
-    with rehearsal(root, tmp_path, GSPO_32B, overrides, STEPS=9, SAVE_GRACE_S=PATIENCE_S) as run:
-        wait_for_step(run, 2, tmp_path / "run/train.log")
+    output, metrics = tmp_path / "run", tmp_path / "run/metrics.jsonl"
+    with nothing_left_of(tmp_path):
+        run = rehearse(output, GSPO_32B, *overrides, STEPS=9, SAVE_GRACE_S=PATIENCE_S)
+        wait_for_step(run, 2, output / "train.log")
         run.send_signal(signal.SIGTERM)
-        assert run.wait(PATIENCE_S) == 75, console.read_text()[-6000:]
-    metrics = tmp_path / "run/metrics.jsonl"
+        said = finish(run, output)
+    assert run.returncode == 75, said[-6000:]
     last = max(by_step(metrics))
-    assert 3 <= last < 9 and f"saved at step {last}: the same command resumes" in console.read_text()
-    with rehearsal(root, tmp_path, GSPO_32B, overrides, STEPS=last + 2) as run:
-        assert run.wait(PATIENCE_S) == 0, console.read_text()[-6000:]
+    assert 3 <= last < 9 and f"saved at step {last}: the same command resumes" in said
+    with nothing_left_of(tmp_path):
+        run = rehearse(output, GSPO_32B, *overrides, STEPS=last + 2)
+        said = finish(run, output)
+    assert run.returncode == 0, said[-6000:]
     assert [*by_step(metrics)] == [*range(1, last + 3)] and len(records(metrics)) == 2
     for record in records(metrics):
         assert record["data"]["training/off_policy/trajectory_staleness_worst/mean"] == 0.5
