@@ -300,7 +300,21 @@ def config(directory: Path, **trainer):
 
     given = {"default_local_dir": str(directory), "resume_mode": "auto", "total_epochs": 2}
     given |= {"resume_from_path": None} | trainer
-    return OmegaConf.create({"trainer": given, "algorithm": {"filter_groups": None}})
+    actor = {"checkpoint": {"async_save": False}, "strategy": "fsdp2"}
+    return OmegaConf.create(
+        {"trainer": given, "algorithm": {"filter_groups": None}, "actor_rollout_ref": {"actor": actor}}
+    )
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "megatron"])
+def test_a_save_that_nobody_would_complete_is_refused(tmp_path, strategy):
+    """verl leaves that to Megatron's workers, whatever trains."""
+    given = config(tmp_path)
+    given.actor_rollout_ref.actor.merge_with({"checkpoint": {"async_save": True}, "strategy": strategy})
+    if strategy == "megatron":
+        return checkpoints.passes(given, LOADER)
+    with pytest.raises(CannotWork, match=f"async_save=True .*\n  {strategy} saves while the trainer waits"):
+        checkpoints.passes(given, LOADER)
 
 
 LOADER = SimpleNamespace(batch_size=8, sampler=range(24))

@@ -199,9 +199,9 @@ REVIEWED = {
     "rollout/moved_kv.py _discard: (directory / file).unlink(missing_ok=True)",
     "rollout/moved_kv.py Depot.take: os.rename(given, directory)",
     # checkpoints of the run, by the number that it was told to keep
-    "glue/cann9_1/trainer.py Checkpoints._save_aside: path.rename(partial / path.name)",
-    "glue/cann9_1/trainer.py Checkpoints._save_aside: written.rmdir()",
-    "glue/cann9_1/trainer.py Checkpoints._save_aside: (partial / checkpoints.TRACKER).unlink()",
+    "weights/checkpoints.py unpack: path.rename(directory / path.name)",
+    "weights/checkpoints.py unpack: written.rmdir()",
+    "weights/checkpoints.py unpack: (directory / TRACKER).unlink()",
     "weights/checkpoints.py latest: shutil.rmtree(path, ignore_errors=True)",
     "weights/checkpoints.py commit: final.rename(replaced)",
     "weights/checkpoints.py commit: source.rename(final)",

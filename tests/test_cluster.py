@@ -46,7 +46,7 @@ class Trainer:
         from ascend_rl.process.save_by import SaveBy
         from ascend_rl.weights import checkpoints
         found = checkpoints.latest(place)
-        run, first = SaveBy(), checkpoints.step_of(pathlib.Path(found)) + 1 if found else 1
+        run, first = SaveBy(lambda step: 0.0), checkpoints.step_of(pathlib.Path(found)) + 1 if found else 1
         run.steps = 2 * [float(os.environ.get("LONGEST", 1))]
         for step in range(first, 10):
             print(f"Training Progress: |#| {step - 1}/9 [00:05<02:00]", flush=True)

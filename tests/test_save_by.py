@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ from ascend_rl.launch.time_limit import TimeLimit, moment
 from ascend_rl.process import progress, save_by
 from ascend_rl.process.save_by import decide
 from ascend_rl.settings.switch import CannotWork
+from ascend_rl.weights import checkpoints
 
 
 def lives(limit: float, steps: list[float], save: float, every: int, stops: set[int]) -> tuple[int, int]:
@@ -100,7 +103,7 @@ def test_the_trainer_sees_steps_saves_and_a_limit_that_moves(monkeypatch, tmp_pa
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "time", lambda: now[0])
     monkeypatch.setenv(progress.FILE, str(tmp_path / "progress"))
-    run = save_by.SaveBy()
+    run = save_by.SaveBy(lambda step: 0.0)
     for step, takes in enumerate((50, 10, 12), 1):  # the first one compiles
         now[0] += takes
         assert not run.ends(step, due=False) and not run.over
@@ -120,9 +123,42 @@ def test_the_trainer_sees_steps_saves_and_a_limit_that_moves(monkeypatch, tmp_pa
     assert "it was asked to stop: the run ends without a save, which would not fit" in capsys.readouterr().out
 
 
+def test_what_is_written_while_the_trainer_trains_on_counts(monkeypatch, tmp_path):
+    """The trainer waits for 5 s of a save; its last shard comes 300 s after the beginning."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setenv(progress.FILE, str(tmp_path / "progress"))
+    root, passes = tmp_path / "checkpoints", checkpoints.Passes(checkpoints.Position(), 1, 9, 1)
+    run = save_by.SaveBy(functools.partial(checkpoints.written_s, str(root)))
+
+    def written(path: Path, at_s: float) -> None:
+        path.touch()
+        os.utime(path, (at_s, at_s))
+
+    def saves(left_s: float) -> bool:
+        """At the end of another step of 100 s, of which it expects 110."""
+        now[0] += 100
+        save_by.write(str(tmp_path / "progress"), now[0] + left_s, False)
+        return run.ends(1 + bool(run.saves), due=False)
+
+    assert not saves(1e6)
+    with run.saving():
+        partial, begun = Path(checkpoints.begin(str(root), 1, passes)), now[0]
+        written(partial / checkpoints.POSITION, begun)
+        now[0] += 5
+    assert not saves(110 + 5.5 + 1) and saves(110 + 5.5 - 1)
+    for number, took in enumerate((2, 200, 300)):
+        written(partial / f"__{number}_0.distcp", begun + took)
+        cost = 1.1 * max(took, 5)
+        assert not saves(110 + cost + 1) and saves(110 + cost - 1)
+    checkpoints.commit(str(partial))
+    assert not saves(110 + 330 + 1) and saves(110 + 330 - 1)
+
+
 def test_without_a_limit_nothing_is_over(monkeypatch):
     monkeypatch.delenv(progress.FILE, raising=False)
-    run = save_by.SaveBy()
+    run = save_by.SaveBy(lambda step: 0.0)
     assert save_by.told() == (math.inf, False) and not run.ends(1, due=True) and not run.over
 
 
@@ -194,7 +230,7 @@ TRAINER = """
 import json, os, sys, time
 from ascend_rl.process.save_by import SaveBy
 takes, every = float(sys.argv[1]), int(sys.argv[2])
-run = SaveBy()
+run = SaveBy(lambda step: 0.0)
 print("Training Progress:   0%|  | 0/50 [00:00<00:00]", flush=True)
 for step in range(1, 51):
     time.sleep(takes)

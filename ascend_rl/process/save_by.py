@@ -5,7 +5,8 @@ node, and may bring it forward while the run goes on. The trainer makes a `SaveB
 it once per step, where it would save. A run that fits is not changed: nothing is saved or left out.
 
 What the next step takes is the longest step of this start so far, the first one aside, which compiles; what a
-save takes, the longest one; both and a tenth. A save that was not seen yet counts like a step, at most 600 s.
+save takes, the longest one, with what is written while the trainer trains on; both and a tenth. A save that
+was not seen yet counts like a step, at most 600 s.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ascend_rl.process.progress import FILE
@@ -62,12 +64,17 @@ def decide(
 class SaveBy:
     """Of one start of a trainer; made when its first step begins.
 
+    Args:
+        written_s: for how many seconds the save of a step has been written so far, also after the trainer
+            went on (weights/checkpoints.py).
+
     Attributes:
         over: whether the run ends after this step.
     """
 
-    def __init__(self):
-        self.over = False
+    def __init__(self, written_s: Callable[[int], float]):
+        self.written_s = written_s
+        self.over, self.step = False, 0
         self.asked_s, self.saving_s = time.monotonic(), 0.0  # since the last question
         self.steps: list[float] = []
         self.saves: list[float] = []
@@ -78,13 +85,16 @@ class SaveBy:
         began_s = time.monotonic()
         yield
         self.saves.append(time.monotonic() - began_s)
+        self.saved = self.step
         self.saving_s += self.saves[-1]
 
     def ends(self, step: int, due: bool) -> bool:
         """Whether to save this step though it is not due; asked at the end of each step but the last."""
         now = time.monotonic()
+        if self.saves:
+            self.saves[-1] = max(self.saves[-1], self.written_s(self.saved))
         self.steps.append(now - self.asked_s - self.saving_s)
-        self.asked_s, self.saving_s = now, 0.0
+        self.asked_s, self.saving_s, self.step = now, 0.0, step
         by, stop = told()
         left_s = by - time.time()
         step_s = MARGIN * max(self.steps[1:] or self.steps)

@@ -10,6 +10,8 @@ and says so in one line); after a restart nothing older is deleted, and the disk
              the best (`best_checkpoint`)
     latest   the checkpoint to resume from: the tracker's, else the newest complete one (`newest`)
     check_engine refuses the checkpoint of another engine, or of another number of FSDP's ranks
+    unpack   what verl 0.9.1 wrote, moved to where `commit` expects it
+    written_s   how long a save went on after the trainer did (`async_save`)
     passes   the steps that the data has left, whatever the batch size: a checkpoint says how many prompts of
              which pass are consumed
 
@@ -39,7 +41,7 @@ from ascend_rl.weights import best_checkpoint
 
 TRACKER, PARTIAL, REPLACED = "latest_checkpointed_iteration.txt", ".partial", ".replaced"
 POSITION = "position.json"  # of a checkpoint: a `Position`
-CONTENTS = {"actor", "critic", "data.pt", "response_lengths.json", POSITION}  # a checkpoint has one or more
+CONTENTS = {"actor", "critic", "data.pt", "prompt_memory.npz", POSITION}  # a checkpoint has one or more
 RNG_STATE = re.compile(r"rng_state/shard_0\.0_(\d+)\.(\d+)")
 SHARD = re.compile(r"(.+)_world_size_(\d+)_rank_(\d+)\.pt")
 
@@ -88,6 +90,30 @@ def begin(directory: str, step: int, passes: Passes | None = None) -> str:
     if passes:
         (partial / POSITION).write_text(json.dumps(asdict(passes.after(step))))
     return str(partial)
+
+
+def unpack(partial: str) -> None:
+    """verl 0.9.1 writes into ``partial``/global_step_N, with a tracker beside it: move all of it up."""
+    directory = Path(partial)
+    written = directory / directory.stem
+    for path in written.iterdir():
+        path.rename(directory / path.name)
+    written.rmdir()
+    (directory / TRACKER).unlink()
+
+
+def written_s(directory: str, step: int) -> float:
+    """Seconds from `begin` to the newest shard of Megatron's in a step's checkpoint; 0 while there is none.
+
+    By the times of the files, which processes beside the trainer write where ``async_save`` is on.
+    """
+    found = 0.0
+    for name in (f"global_step_{step}", f"global_step_{step}{PARTIAL}"):
+        with contextlib.suppress(OSError, ValueError):  # renamed just now; without shards
+            path = Path(directory, name)
+            newest = max(shard.stat().st_mtime for shard in path.rglob("*.distcp"))
+            found = max(found, newest - (path / POSITION).stat().st_mtime)
+    return found
 
 
 def commit(partial: str, keep: int | None = None) -> None:
@@ -307,11 +333,16 @@ def passes(config: Any, loader: Any, batch: int | None = None) -> Passes:
         batch: prompts of a step; by default those that the loader gives at once.
 
     Raises:
-        CannotWork: there is no place for checkpoints, or the data has fewer prompts than were consumed.
+        CannotWork: there is no place for checkpoints, none would be complete, or the data has fewer prompts
+            than were consumed.
     """
     trainer, root = config.trainer, Path(config.trainer.default_local_dir)
     broken = os.path.lexists(root) and not root.is_dir()
     refuse(f"trainer.default_local_dir={root}", ["it is not a directory"] if broken else [])
+    actor = config.actor_rollout_ref.actor
+    if actor.checkpoint.get("async_save") and actor.strategy != "megatron":
+        reason = f"{actor.strategy} saves while the trainer waits, and verl would never complete a checkpoint"
+        refuse("actor.checkpoint.async_save=True", [f"{reason}: set it to False"])
     found = latest(str(root))
     if trainer.resume_mode != "auto":
         found = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None

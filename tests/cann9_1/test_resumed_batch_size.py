@@ -51,7 +51,7 @@ def run(root: Path, monkeypatch, batch: int, epochs: int, *options: str, die_at:
             Path(path).mkdir(parents=True)
 
         def on_train_begin(self):
-            self.save_by = SaveBy()
+            self.save_by = SaveBy(lambda step: 0.0)
 
         def nothing(self, *_):
             pass

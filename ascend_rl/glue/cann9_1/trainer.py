@@ -74,9 +74,15 @@ class Checkpoints:
     def save_more(self, directory: Path) -> None:
         """Save what else belongs to a checkpoint."""
 
+    def fit(self, agent_loop_manager: Any) -> None:
+        super().fit(agent_loop_manager)
+        if self.config.actor_rollout_ref.actor.checkpoint.get("async_save"):
+            self.actor_rollout_wg.finish_saves()
+
     def on_train_begin(self) -> None:
         super().on_train_begin()
-        self.save_by = SaveBy()
+        directory = self.config.trainer.default_local_dir
+        self.save_by = SaveBy(functools.partial(checkpoints.written_s, directory))
 
     def step(self, metrics: dict, timing_raw: dict) -> Any:
         """verl saves after it, where that is due."""
@@ -95,14 +101,18 @@ class Checkpoints:
             self._save_aside()
 
     def _save_aside(self) -> None:
-        """verl writes in place, and its workers delete earlier checkpoints: here it writes aside, and all."""
+        """verl writes in place, and its workers delete earlier checkpoints: here it writes aside, and all.
+
+        With async_save a worker commits what was written (megatron_training.py).
+        """
         trainer, callback = self.config.trainer, self.checkpoint_callback
-        if self.config.actor_rollout_ref.actor.checkpoint.get("async_save"):
-            return super()._save_checkpoint()  # its workers end it later
+        later = bool(self.config.actor_rollout_ref.actor.checkpoint.get("async_save"))
         root, keep = trainer.default_local_dir, trainer.get("max_actor_ckpt_to_keep")
-        partial = Path(checkpoints.begin(root, self.global_steps, self.passes))
-        other = dict.fromkeys(["max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"])
-        other["default_local_dir"] = str(partial)
+        partial = checkpoints.begin(root, self.global_steps, self.passes)
+        self.save_more(Path(partial))
+        other = {"default_local_dir": partial, "max_critic_ckpt_to_keep": None}
+        if not later:
+            other["max_actor_ckpt_to_keep"] = None
         before = {key: trainer.get(key) for key in other}
         self.checkpoint_callback = SimpleNamespace(on_save=lambda **_: None)
         try:
@@ -111,18 +121,14 @@ class Checkpoints:
         finally:
             trainer.update(before)
             self.checkpoint_callback = callback
-        written = partial / f"global_step_{self.global_steps}"
-        for path in written.iterdir():
-            path.rename(partial / path.name)
-        written.rmdir()
-        (partial / checkpoints.TRACKER).unlink()
-        self.save_more(partial)
-        checkpoints.commit(str(partial), keep)
+        if not later:
+            checkpoints.unpack(partial)
+            checkpoints.commit(partial, keep)
         callback.on_save(
             trainer=self,
             global_step=self.global_steps,
             checkpoint_dir=os.path.join(root, f"global_step_{self.global_steps}"),
-            async_save=False,
+            async_save=later,
         )
 
     def _load_checkpoint(self) -> None:
