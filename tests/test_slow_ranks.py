@@ -97,6 +97,43 @@ def test_results_and_errors_are_those_of_the_call():
     assert not any(clock.take().values())
 
 
+def test_tokens_are_those_of_forward_passes(monkeypatch):
+    """Of Hugging Face's model, with recomputation; of Megatron, whose later stages embed nothing."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    class Block(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    megatron = ModuleType("megatron.core.transformer.transformer_block")
+    megatron.TransformerBlock = Block
+    for modules, embeds, tokens in (
+        ({}, True, 2 * 15),
+        ({megatron.__name__: megatron}, True, 2 * 15),
+        ({megatron.__name__: megatron}, False, 2 * 15),
+        ({}, False, 0),
+    ):
+        with monkeypatch.context() as context:
+            context.setattr(torch.nn.functional, "embedding", torch.nn.functional.embedding)
+            context.setattr(Block, "forward", Block.forward)
+            loaded = {"torch.nn.functional": torch.nn.functional, "torch": torch} | modules
+            context.setattr(rank_times, "sys", SimpleNamespace(modules=loaded))
+            clock, embedding, block = Clock(), torch.nn.Embedding(9, 4), Block(4, 4)
+            rank_times.install(clock)
+
+            def forward(embedding=embedding, block=block, embeds=embeds):
+                ids = torch.zeros(3, 5, dtype=torch.long)
+                x = embedding(ids) if embeds else torch.zeros(3, 5, 4, requires_grad=True)
+                return checkpoint(block, x, use_reentrant=True).sum()
+
+            for _ in range(2):
+                loss = clock.phase_of("forward", forward)()
+                clock.phase_of("backward", loss.backward)()
+            forward()  # a validation, say
+            assert clock.take()["tokens"] == tokens and clock.take()["tokens"] == 0
+
+
 def test_a_backward_in_a_thread_of_its_own():
     clock = Clock()
 
@@ -207,7 +244,8 @@ class Ranks:
         of = [1.3 if rank == 2 and 4 <= self.step <= 7 else 1.0 for rank in range(4)]
         return [
             {"forward_s": s, "backward_s": 2 * s, "collectives_s": 0.1, "micro_batches": int(self.step > 1),
-             "calls": 3, "rank": rank, "stage": 0, "node": "10.0.0.1", "device": str(rank)}
+             "calls": 3, "tokens": 90 + rank, "rank": rank, "stage": 0, "node": "10.0.0.1",
+             "device": str(rank)}
             for rank, s in enumerate(of)
         ]  # fmt: skip
 
@@ -222,7 +260,7 @@ def test_a_slow_rank_is_named_once_and_all_times_are_kept(tmp_path, monkeypatch,
     assert found == [{}] + [{"perf/slowest_rank": 1.3 if 4 <= step <= 7 else 1.0} for step in range(2, 9)]
     said = capsys.readouterr().out
     assert said.count("WARNING") == 1
-    assert "rank 2 (10.0.0.1, device 2) computes 1.30 times as long as the median" in said
+    assert "rank 2 (10.0.0.1, device 2) computes 1.30 times as long as the median, of 1.01 times the" in said
     lines = [json.loads(line) for line in (tmp_path / slow_ranks.FILE).read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(2, 9))
     assert slow_ranks.ratios(lines[2], "ranks") == {"0": 1.0, "1": 1.0, "2": 1.3, "3": 1.0}

@@ -1,4 +1,4 @@
-"""What a training rank does with its time: forward, backward, and waiting in collectives.
+"""What a training rank does with its time: forward, backward, and waiting in collectives; and its tokens.
 
 `take` is called in the process of a rank (by Ray's ``__ray_call__``, once per step). Its first call wraps
 what the frameworks call: the functions of torch.distributed, FSDP2's waits, and the forward and backward of
@@ -44,6 +44,12 @@ WAITS = (
     ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup", "wait_for_unshard"),
     ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup", "finalize_backward"),
 )
+# What all tokens of a micro-batch go through in forward, on each stage and on the first one. Its result is
+# [..., hidden size].
+THROUGH = {
+    "layers": ("megatron.core.transformer.transformer_block", "TransformerBlock", "forward"),
+    "embedding": ("torch.nn.functional", "", "embedding"),
+}
 HOLDERS = ("torch.distributed", "megatron", "mindspeed", "verl")  # modules that may hold these functions
 
 
@@ -65,6 +71,7 @@ class Clock:
     def reset(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(("forward", "backward", "collectives"), 0.0)
         self.micro_batches = self.calls = 0
+        self.tokens: dict[str, int] = dict.fromkeys(THROUGH, 0)
 
     def mark(self) -> Any:
         if self.event is None:
@@ -125,13 +132,28 @@ class Clock:
 
         return timed
 
+    def through(self, what: str, call: Callable) -> Callable:
+        @functools.wraps(call)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            if self.phase == "forward":
+                self.tokens[what] += result.shape[:-1].numel()
+            return result
+
+        return counted
+
     def take(self) -> dict[str, float]:
-        """Seconds and counts since the last call; waits for the device."""
+        """Seconds and counts since the last call; waits for the device.
+
+        ``tokens`` are those of this rank: padded ones where it computes those, and its share where it has a
+        part of each sequence.
+        """
         if self.open:
             self.open[-1][3].synchronize()
             self.drain()
         found = {f"{kind}_s": max(seconds, 0.0) for kind, seconds in self.seconds.items()}
         found |= {"micro_batches": self.micro_batches, "calls": self.calls}
+        found["tokens"] = self.tokens["layers"] or self.tokens["embedding"]
         self.reset()
         return found
 
@@ -144,6 +166,7 @@ def install(clock: Clock) -> None:
         (FORWARD, functools.partial(clock.phase_of, "forward")),
         (BACKWARD, functools.partial(clock.phase_of, "backward")),
         (WAITS, clock.collective),
+        *(([place], functools.partial(clock.through, what)) for what, place in THROUGH.items()),
     ):
         for module, owner, name in places:
             holder = sys.modules.get(module)

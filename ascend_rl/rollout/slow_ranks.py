@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from ascend_rl.process import rank_times
@@ -44,15 +44,16 @@ def rank_ratios(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
     >>> rank_ratios([{"forward_s": f, "backward_s": 2.0, "stage": 0} for f in (1.0, 1.0, 1.9)])
     [1.0, 1.0, 1.3]
     """
-    own = [own_s(each) for each in ranks]
+    return over_median(ranks, own_s)
+
+
+def over_median(ranks: Sequence[Mapping[str, Any]], of: Callable[[Mapping[str, Any]], float]) -> list[float]:
+    """A value of each rank, divided by the median of its stage; 1 where that is 0."""
     stages: dict[int, list[float]] = defaultdict(list)
-    for each, seconds in zip(ranks, own, strict=True):
-        stages[each["stage"]].append(seconds)
-    medians = {stage: statistics.median_low(of) for stage, of in stages.items()}
-    return [
-        round(seconds / medians[each["stage"]], 4) if medians[each["stage"]] else 1.0
-        for each, seconds in zip(ranks, own, strict=True)
-    ]
+    for each in ranks:
+        stages[each["stage"]].append(of(each))
+    medians = {stage: statistics.median_low(values) for stage, values in stages.items()}
+    return [round(of(each) / medians[each["stage"]], 4) if medians[each["stage"]] else 1.0 for each in ranks]
 
 
 def engine_ratios(engines: Mapping[str, Mapping[int, Sequence[float]]]) -> dict[str, float]:
@@ -151,8 +152,10 @@ def step_times(step: int, group: Any, timing: MutableMapping[str, float]) -> dic
     for engine, ratio in engine_ratios(engines).items():
         totals[engine]["ratio"] = ratio
     long = {each["rank"]: each["ratio"] for each in ranks if own_s(each) >= SHORTEST_S}
+    tokens = over_median(ranks, lambda each: each["tokens"])
     for rank in _ranks.add(long):
-        tell(f"rank {rank} ({ranks[rank]['node']}, device {ranks[rank]['device']}) computes", long[rank])
+        who = f"rank {rank} ({ranks[rank]['node']}, device {ranks[rank]['device']})"
+        tell(f"{who} computes", long[rank], f", of {tokens[rank]:.2f} times the tokens")
     long = {name: of["ratio"] for name, of in totals.items() if "ratio" in of and of["seconds"] >= SHORTEST_S}
     for engine in _engines.add(long):
         tell(f"engine {engine} of the rollout takes", long[engine])
@@ -172,9 +175,9 @@ def ratios(line: Mapping[str, Any], kind: str) -> dict[str, float]:
     return {name: each["ratio"] for name, each in named.items() if "ratio" in each}
 
 
-def tell(what: str, ratio: float) -> None:
+def tell(what: str, ratio: float, of: str = "") -> None:
     print(
-        f"[{time.strftime('%H:%M:%S')}] WARNING: {what} {ratio:.2f} times as long as the median, "
+        f"[{time.strftime('%H:%M:%S')}] WARNING: {what} {ratio:.2f} times as long as the median{of}, "
         f'in each of the last {STEPS} steps; see docs/watching.md, "The slow die"',
         flush=True,
     )

@@ -27,7 +27,12 @@ RINGS = MEGATRON | {
 }  # fmt: skip
 MOE = {"grouped products of experts", "all-to-all"}
 RECIPES = {  # name: (environment, signs in the rollout, signs in the trainer, variables)
-    "gspo_qwen3_32b_64die_true_weight": ("qwen3_32b", DENSE, FLASH | {"all-to-all"}, {}),  # FSDP2, Ulysses
+    "gspo_qwen3_32b_64die_true_weight": (  # FSDP2, Ulysses
+        "qwen3_32b",
+        DENSE,
+        FLASH | {"all-to-all"},
+        {"LENGTH_SCHEDULER": "1"},
+    ),
     "grpo_qwen3_235b_128die_true_weight": ("qwen3_235b", EXPERTS, RINGS | MOE, {}),
     "gspo_qwen3_30b_a3b_16die_true_weight": (
         "qwen3_30b_a3b",
@@ -50,7 +55,9 @@ EPLB = [
     f"+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.{key}"
     for key in ("num_iterations_eplb_update=8", "num_wait_worker_iterations=4")
 ]
-MEASURED = ("forward_s", "backward_s", "collectives_s", "micro_batches")
+# The second step has the prompts of the first one again, 16 with 4 samples each.
+AGAIN, SAMPLES = ["data.train_max_samples=16"], 64
+MEASURED = ("forward_s", "backward_s", "collectives_s", "micro_batches", "tokens")
 # The trainer knows no truncation.
 FROM_ALL_TOKENS = ["actor_rollout_ref.rollout.top_k=-1", "actor_rollout_ref.rollout.top_p=1"]
 
@@ -68,7 +75,8 @@ def test_two_steps(root, tmp_path, recipe):
     command = ["bash", "ray_start_npu.sh", f"internal/train_{recipe}.sh", f"internal/{script}_env.sh"]
     command += FROM_ALL_TOKENS
     balanced = [name for name in ("eplb", "chunked_moe") if "VLLM_ENABLE_EPLB" in variables]
-    command += EPLB if balanced else []
+    by_length = "LENGTH_SCHEDULER" in variables
+    command += [*(EPLB if balanced else []), *(AGAIN if by_length else [])]
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     report = json.loads((tmp_path / "run/rehearsal.json").read_text())
@@ -79,6 +87,7 @@ def test_two_steps(root, tmp_path, recipe):
     assert bool(report["features"].get("moe_alltoallv")) == ("235b" in recipe)
     assert all(report["features"].get(name) for name in balanced), report
     assert bool(report["features"].get("router_replay")) == ("ROUTER_REPLAY" in variables)
+    assert report["features"].get("scheduled_lengths", 0) == SAMPLES * by_length, report
     [ranks] = filter(None, (line["ranks"] for line in records(tmp_path / "run" / slow_ranks.FILE)))
     assert len(ranks) > 1 and min(rank[of] for rank in ranks for of in MEASURED) > 0, ranks
     tracker = tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt"

@@ -138,6 +138,8 @@ def test_two_workers_share_the_steps_of_dapo(tmp_path, nothing_left_behind, same
         of_ranks = line["ranks"]
         assert all(rank["backward_s"] > 0 and rank["forward_s"] > 3 * 0.5 for rank in of_ranks), line
         assert of_ranks[1]["collectives_s"] > 0
+        # 64 responses, once for log-probs and once in an update, each padded to 32 tokens.
+        assert sum(rank["tokens"] for rank in of_ranks) == 2 * 64 * 32, line
         assert line["engines"].keys() == {"0", "1"}
         assert all(of["tokens"] >= of["steps"] > 0 < of["seconds"] for of in line["engines"].values())
     waited = [sum(line["ranks"][rank]["collectives_s"] for line in times[1:]) for rank in (0, 1)]

@@ -102,7 +102,7 @@ IN_BFLOAT16 = [
     "grpo_qwen3_235b_128die_true_weight" + BFLOAT16,  # saved by Megatron
     "grpo_qwen3_32b_32die_true_weight" + BFLOAT16,  # and by mbridge
 ]
-MEASURED = ("forward_s", "backward_s", "collectives_s", "micro_batches")
+MEASURED = ("forward_s", "backward_s", "collectives_s", "micro_batches", "tokens")
 ADAMW = ("exp_avg", "exp_avg_sq", "fp32_param")  # of each weight
 IN_BRIEF = ["rollout switches", IN_BFLOAT16[0]]
 CASES = [*RECIPES, *SWITCHED, *IN_BFLOAT16] if os.environ.get("ALL_RECIPES") == "1" else IN_BRIEF

@@ -13,7 +13,10 @@ def test_each_step_has_the_times_of_its_ranks(tmp_path, monkeypatch):
 
     def of_workers(group) -> list[dict]:
         asked.append(group)
-        of = [{"forward_s": s, "backward_s": s, "micro_batches": 1} for s in (1.0, 1.0 + len(asked) / 10)]
+        of = [
+            {"forward_s": s, "backward_s": s, "micro_batches": 1, "tokens": 9}
+            for s in (1.0, 1.0 + len(asked) / 10)
+        ]
         return [each | {"rank": rank, "stage": 0} for rank, each in enumerate(of)]
 
     monkeypatch.setattr(slow_ranks, "of_workers", of_workers)
