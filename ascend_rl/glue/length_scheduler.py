@@ -39,7 +39,10 @@ class Admission:
         if not self.requests:  # a new rollout: other weights
             self.lengths = LengthScheduler(self.kv_tokens, self.alone)
         super().add_request(request)
-        self.lengths.expect(*self._known(request)[:2])
+        prompt, lengths, _ = self._known(request)
+        self.lengths.expect(prompt, lengths)
+        if lengths:
+            count("scheduled_lengths")
         self.due = True
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:

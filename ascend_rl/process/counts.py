@@ -18,6 +18,7 @@ COUNTED = {
     "known_lengths": ("samples placed by lengths of earlier responses", "rollout.data_rebalance=True"),
     "rollout_rebalance": ("requests moved between engines", "ROLLOUT_REBALANCE_ENABLE=1"),
     "length_scheduler": ("requests that an engine admitted out of turn or later", "LENGTH_SCHEDULER=1"),
+    "scheduled_lengths": ("requests that came with lengths of earlier responses", "LENGTH_SCHEDULER=1"),
     "sam_drafted": ("tokens drafted by SAM, padding included", "ENABLE_SAM=1"),
     "sam_accepted": ("of these, tokens that were emitted", "ENABLE_SAM=1"),
     "sam_history": ("tokens of earlier responses taken in to draft from", "sam_decoding.history"),

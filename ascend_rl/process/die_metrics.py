@@ -69,10 +69,10 @@ class Metrics:
         self.nodes: dict[str, Growth] = defaultdict(Growth)
 
     def take(self) -> dict[str, float]:
-        """Of the readings since the last call, by all nodes; nothing if there are none.
+        """From the readings of all nodes since the last call; empty if there are none.
 
-        The highest temperature in Celsius, the mean power of a die in W, and what each counter of all dies
-        together has grown by since the start.
+        The highest temperature in Celsius, the mean power of a die in W, and the growth of each counter since
+        the start, summed over all dies.
         """
         lines: list[bytes] = []
         with contextlib.suppress(OSError), self.file.open("rb") as file:
