@@ -149,6 +149,27 @@ def test_model_has_one_row_for_each_token(tokenizer):
     assert model.config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
+@pytest.mark.parametrize("moe", [False, True])
+def test_the_gradient_of_no_token_exceeds_all_others(tokenizer, moe):
+    """That of an embedding of zeros does, which RMSNorm multiplies by 1000: transformers makes it for
+    pad_token_id, and leaves it out of training, which Megatron does not."""
+    model = module.make_model(tokenizer, seed=0, moe=moe)
+    embedding = model.get_input_embeddings()
+    assert embedding.padding_idx is None
+
+    def norm() -> float:
+        model.zero_grad()
+        ids = torch.arange(len(tokenizer))[None]
+        model(input_ids=ids, labels=ids).loss.backward()
+        rows = embedding.weight.grad.norm(dim=-1)
+        return (rows.max() / rows.median()).item()
+
+    assert norm() < 10
+    with torch.no_grad():
+        embedding.weight[tokenizer.pad_token_id] = 0
+    assert norm() > 100
+
+
 def test_labels_cover_the_response_and_its_end_only(tokenizer):
     pairs = [(1, 2), (47, 85)]
     input_ids, labels = module.encode(tokenizer, pairs, [module.careful(a, b) for a, b in pairs])

@@ -124,7 +124,6 @@ def make_model(tokenizer, seed: int, moe: bool = False, hidden_size: int = 64, l
         "initializer_range": 0.08,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
     }
     if not moe:
         return Qwen3ForCausalLM(Qwen3Config(**common))
