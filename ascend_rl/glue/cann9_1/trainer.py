@@ -111,8 +111,7 @@ class Checkpoints:
         partial = checkpoints.begin(root, self.global_steps, self.passes)
         self.save_more(Path(partial))
         other = {"default_local_dir": partial, "max_critic_ckpt_to_keep": None}
-        if not later:
-            other["max_actor_ckpt_to_keep"] = None
+        other["max_actor_ckpt_to_keep"] = keep if later else None
         before = {key: trainer.get(key) for key in other}
         self.checkpoint_callback = SimpleNamespace(on_save=lambda **_: None)
         try:
