@@ -13,6 +13,12 @@ from ascend_rl.glue.cann9_1.options import MANAGER
 from ascend_rl.rollout.prompt_memory import FILE, PromptMemory
 from ascend_rl.weights.checkpoints import PARTIAL, TRACKER
 
+ASYNC = "actor_rollout_ref.actor.checkpoint.async_save=True"
+STOPPED = {  # Megatron saves while it trains on: the run ends when that is done
+    "fsdp": ([], {}),
+    "megatron": (["train_gspo_qwen3_moe_tiny_cpu.sh", ASYNC], MEGATRON),
+}
+
 
 class Killed(BaseException):
     pass
@@ -80,11 +86,11 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path):
 
 
 @pytest.mark.timeout(2 * PATIENCE_S)
-def test_a_run_that_is_stopped_saves_its_step_and_continues(tmp_path):
-    """Megatron saves while it trains on: the run ends when that is done."""
-    script, saving = "train_gspo_qwen3_moe_tiny_cpu.sh", "actor_rollout_ref.actor.checkpoint.async_save=True"
+@pytest.mark.parametrize("trainer", STOPPED)
+def test_a_run_that_is_stopped_saves_its_step_and_continues(tmp_path, trainer):
+    given, variables = STOPPED[trainer]
     with nothing_left_of(tmp_path):
-        stopped_and_resumed(tmp_path, script, saving, **MEGATRON)
+        stopped_and_resumed(tmp_path, *given, **variables)
 
 
 def test_without_a_checkpoint_a_run_starts_at_the_first_step(tmp_path):
