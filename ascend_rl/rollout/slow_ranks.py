@@ -35,20 +35,16 @@ def own_s(rank: Mapping[str, Any]) -> float:
     return rank["forward_s"] + rank["backward_s"]
 
 
-def rank_ratios(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Of each rank its time of forward and backward, divided by the median of its stage.
+def over_median(ranks: Sequence[Mapping[str, Any]], of: Callable[[Mapping[str, Any]], float]) -> list[float]:
+    """A value of each rank, divided by the median of its stage; 1 where that is 0.
 
     Args:
         ranks: of rank_times.take.
 
-    >>> rank_ratios([{"forward_s": f, "backward_s": 2.0, "stage": 0} for f in (1.0, 1.0, 1.9)])
+    >>> ranks = [{"forward_s": f, "backward_s": 2.0, "stage": 0} for f in (1.0, 1.0, 1.9)]
+    >>> over_median(ranks, own_s)
     [1.0, 1.0, 1.3]
     """
-    return over_median(ranks, own_s)
-
-
-def over_median(ranks: Sequence[Mapping[str, Any]], of: Callable[[Mapping[str, Any]], float]) -> list[float]:
-    """A value of each rank, divided by the median of its stage; 1 where that is 0."""
     stages: dict[int, list[float]] = defaultdict(list)
     for each in ranks:
         stages[each["stage"]].append(of(each))
@@ -147,7 +143,7 @@ def step_times(step: int, group: Any, timing: MutableMapping[str, float]) -> dic
         engine: dict(zip(SUMS, map(sum, zip(*sizes.values(), strict=True)), strict=True))
         for engine, sizes in engines.items()
     }
-    for each, ratio in zip(ranks, rank_ratios(ranks), strict=True):
+    for each, ratio in zip(ranks, over_median(ranks, own_s), strict=True):
         each["ratio"] = ratio
     for engine, ratio in engine_ratios(engines).items():
         totals[engine]["ratio"] = ratio
@@ -155,7 +151,7 @@ def step_times(step: int, group: Any, timing: MutableMapping[str, float]) -> dic
     tokens = over_median(ranks, lambda each: each["tokens"])
     for rank in _ranks.add(long):
         who = f"rank {rank} ({ranks[rank]['node']}, device {ranks[rank]['device']})"
-        tell(f"{who} computes", long[rank], f", of {tokens[rank]:.2f} times the tokens")
+        tell(f"{who} computes", long[rank], f", on {tokens[rank]:.2f} times as many tokens")
     long = {name: of["ratio"] for name, of in totals.items() if "ratio" in of and of["seconds"] >= SHORTEST_S}
     for engine in _engines.add(long):
         tell(f"engine {engine} of the rollout takes", long[engine])
