@@ -559,6 +559,20 @@ def test_a_port_to_be_served_later_is_none_that_a_connection_may_get_meanwhile()
         socket.create_server(("127.0.0.1", port)).close()
 
 
+def test_a_port_is_found_where_connections_may_get_all_of_them():
+    """As on machines that are set up for many connections."""
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
+        assert os.environ.get("CI") != "true"
+        pytest.skip("no network namespaces here")
+    wide = """ip link set lo up; echo 1024 65535 > /proc/sys/net/ipv4/ip_local_port_range; exec "$@" """
+    code = """
+import socket
+from ascend_rl.process.ports import free_port
+socket.create_server(("", free_port("")))
+"""
+    subprocess.run(["unshare", "--net", "bash", "-euc", wide, "bash", sys.executable, "-c", code], check=True)
+
+
 def test_no_port_is_given_twice_before_its_server_listens(monkeypatch):
     code = """
 import random

@@ -17,14 +17,17 @@ def free_port(address: str = "127.0.0.1") -> int:
 
     One that the system chose (bound to port 0) may be given to any connection before its server listens.
     As long as this process lives, no other call on this machine gets the same one: its abstract UNIX socket
-    marks it.
+    marks it. Where connections get all ports from 1024 on, it is one of theirs.
+
+    Args:
+        address: an IP address; "" is all of IPv4.
 
     Raises:
         CannotWork: none is free.
     """
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    ports = list(range(max(first - 10_000, 1024), first))
+    ports = list(range(max(first - 10_000, 1024), first) or range(first, last + 1))
     random.SystemRandom().shuffle(ports)
     for port in ports:
         with contextlib.suppress(OSError), contextlib.ExitStack() as kept:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import socket
 import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ascend_rl.glue.cann9_1.hooks import Hooks, first, then
+from ascend_rl.process.ports import free_port
 from ascend_rl.process.progress import sign
 
 hooks = Hooks()
@@ -83,6 +85,39 @@ def say_quantiles(module: ModuleType) -> None:
         return compute(batch, *args, **kwargs) | quantiles
 
     module.compute_data_metrics = compute_data_metrics
+
+
+@hooks.after("verl.single_controller.ray.base")
+def keep_master_ports_free(module: ModuleType) -> None:
+    """verl lets go of the port that the system chose, and listens there once the workers have started."""
+    import ray
+
+    choose = module.get_master_addr_port._function
+
+    @ray.remote
+    def get_master_addr_port(master_port_range: list[int] | None = None) -> tuple[str, str]:
+        if master_port_range is None:
+            port = free_port("")
+            master_port_range = [port, port + 1]
+        return choose(master_port_range)
+
+    module.get_master_addr_port = get_master_addr_port
+
+
+@hooks.after("verl.utils.net_utils")
+def keep_ports_of_servers_free(module: ModuleType) -> None:
+    """The same, of servers and weight syncs: where verl holds a port, it lets go before the server starts."""
+
+    def get_free_port(address: str, with_alive_sock: bool = False) -> tuple[int, socket.socket | None]:
+        port = free_port(address)
+        if not with_alive_sock:
+            return port, None
+        held = socket.socket(socket.AF_INET6 if module.is_valid_ipv6_address(address) else socket.AF_INET)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((address, port))
+        return port, held
+
+    module.get_free_port = get_free_port
 
 
 @hooks.after("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")

@@ -11,6 +11,7 @@ from typing import Any
 from ascend_rl.glue.cann9_1.hooks import Hooks, first
 from ascend_rl.host import idle
 from ascend_rl.host.loopback import listen_on_loopback
+from ascend_rl.process.ports import free_port
 from ascend_rl.rollout.front_end import append_sampled
 from ascend_rl.rollout.request_checks import check, check_prompt
 
@@ -136,6 +137,19 @@ def keep_restrictions_apart(module: ModuleType) -> None:
 def keep_engines_on_loopback(module: ModuleType) -> None:
     """torch's store listens on all interfaces, also where it is announced at a loopback address."""
     listen_on_loopback()
+
+
+@hooks.after("vllm.utils.network_utils")
+def keep_ports_of_engines_free(module: ModuleType) -> None:
+    """vLLM lets go of the port that the system chose, and listens there once its workers have started."""
+    choose = module._get_open_port
+
+    def _get_open_port(start_port: int | None = None, max_attempts: int | None = None) -> int:
+        if start_port is None and module.envs.VLLM_PORT is None:
+            return free_port("")
+        return choose(start_port, max_attempts)
+
+    module._get_open_port = _get_open_port
 
 
 @hooks.after("vllm.model_executor.layers.rotary_embedding.common")
