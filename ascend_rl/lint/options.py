@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ascend_rl.lint.pinned import sources
+from ascend_rl.lint.pinned import nodes, sources
 from ascend_rl.lint.setup import ROLLOUT, VLLM, Hit, Setup, as_mapping, rule
 from ascend_rl.lint.tuning import table
 from ascend_rl.lint.verl_config import class_fields
@@ -35,8 +35,7 @@ def arguments(files: tuple[Path, ...]) -> frozenset[str]:
     """Options of command line parsers: add_argument("--some-name") as some_name."""
     calls = [
         node
-        for file in files
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(files, "add_argument")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
     words = [
@@ -87,12 +86,11 @@ def mindspeed_options() -> frozenset[str]:
 def optimizer_arguments(module: str, name: str) -> tuple[str, ...]:
     """Arguments of an optimizer's constructor; empty where its source is not found."""
     package, _, rest = module.partition(".")
-    for file in sources(package, f"{rest.replace('.', '/')}/*.py".lstrip("/")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                for item in node.body:
-                    if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                        return tuple(arg.arg for arg in [*item.args.args[1:], *item.args.kwonlyargs])
+    for node in nodes(sources(package, f"{rest.replace('.', '/')}/*.py".lstrip("/"))):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+                    return tuple(arg.arg for arg in [*item.args.args[1:], *item.args.kwonlyargs])
     return ()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import itertools
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -33,12 +34,22 @@ def sources(package: str, *patterns: str) -> tuple[Path, ...]:
 
 @cache
 def tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
+    return ast.parse(_text(file))
 
 
-def _nodes(files: Iterable[Path]) -> Iterator[ast.AST]:
-    for file in files:
-        yield from ast.walk(tree(file))
+@cache
+def _walked(file: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree(file)))
+
+
+@cache
+def _text(file: Path) -> str:
+    return file.read_text()
+
+
+def nodes(files: Iterable[Path], word: str = "") -> Iterator[ast.AST]:
+    """All nodes of those files in whose text `word` occurs; each is parsed and walked once."""
+    return itertools.chain.from_iterable(_walked(file) for file in files if word in _text(file))
 
 
 def _constants(node: ast.AST | None) -> tuple | None:
@@ -53,7 +64,7 @@ def _constants(node: ast.AST | None) -> tuple | None:
 def enums(files: tuple[Path, ...]) -> dict[str, dict[str, object]]:
     """{Enum class: {member: value}} of these files."""
     found = {}
-    for node in _nodes(files):
+    for node in nodes(files, "Enum"):
         if isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases):
             found[node.name] = {
                 item.targets[0].id: getattr(item.value, "value", None)
@@ -67,7 +78,7 @@ def enums(files: tuple[Path, ...]) -> dict[str, dict[str, object]]:
 def registered(decorator: str, files: tuple[Path, ...]) -> dict[str, ast.FunctionDef | ast.ClassDef]:
     """{name: definition} of what `@decorator("name")` or `@decorator(SomeEnum.NAME)` registers."""
     found, members = {}, enums(files)
-    for node in _nodes(files):
+    for node in nodes(files, decorator):
         for call in getattr(node, "decorator_list", ()):
             if not (isinstance(call, ast.Call) and ast.unparse(call.func) == decorator and call.args):
                 continue
@@ -82,7 +93,7 @@ def registered(decorator: str, files: tuple[Path, ...]) -> dict[str, ast.Functio
 @cache
 def listed(name: str, files: tuple[Path, ...]) -> tuple:
     """The constants of the list, tuple, set or dict that `name = ...` assigns, in a module or a class."""
-    for node in _nodes(files):
+    for node in nodes(files, name):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(target, ast.Name) and target.id == name for target in targets):
@@ -95,7 +106,7 @@ def listed(name: str, files: tuple[Path, ...]) -> tuple:
 @cache
 def mapping(name: str, files: tuple[Path, ...]) -> dict:
     """The dict of constants that `name = {...}` assigns; empty if there is none."""
-    for node in _nodes(files):
+    for node in nodes(files, name):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             with contextlib.suppress(ValueError):
                 return ast.literal_eval(node.value)
@@ -109,7 +120,7 @@ def compared(expression: str, files: tuple[Path, ...], function: str = "") -> tu
     Of one function, or of all code in the files. `expression` is the end of the text: "kl_ctrl.type".
     """
     found: dict[str, None] = {}
-    for node in _nodes(files):
+    for node in nodes(files, function or expression.rpartition(".")[2]):
         if function and not (isinstance(node, ast.FunctionDef) and node.name == function):
             continue
         inside = list(ast.walk(node)) if function else [node]
@@ -177,7 +188,7 @@ def _allowed(node: ast.AST, files: tuple[Path, ...]) -> Iterator:
 def checked(files: tuple[Path, ...]) -> dict[str, dict[str, tuple]]:
     """{class: {field: values}} that a class checks when it is built: `assert self.x in [...]`, or raises."""
     own, bases = {}, {}
-    for node in _nodes(files):
+    for node in nodes(files):
         if not isinstance(node, ast.ClassDef):
             continue
         bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
@@ -209,7 +220,7 @@ def checked(files: tuple[Path, ...]) -> dict[str, dict[str, tuple]]:
 @cache
 def checked_argument(name: str, files: tuple[Path, ...]) -> tuple:
     """The values of `assert name in [...]` in a function."""
-    for node in _nodes(files):
+    for node in nodes(files, name):
         if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
             if ast.unparse(node.test.left) == name and isinstance(node.test.ops[0], ast.In):
                 return _constants(node.test.comparators[0]) or ()
@@ -220,7 +231,7 @@ def checked_argument(name: str, files: tuple[Path, ...]) -> tuple:
 def choices(files: tuple[Path, ...]) -> dict[str, tuple]:
     """{option: values} of command line parsers: add_argument("--some-name", choices=[...])."""
     found = {}
-    for node in _nodes(file for file in files if "add_argument" in file.read_text()):
+    for node in nodes(files, "add_argument"):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             values = next((_constants(word.value) for word in node.keywords if word.arg == "choices"), None)
             for word in node.args:
@@ -232,7 +243,7 @@ def choices(files: tuple[Path, ...]) -> dict[str, tuple]:
 @cache
 def forwarded(name: str, receiver: str, files: tuple[Path, ...]) -> dict[str, str]:
     """{key: attribute} of the dict that `name = {...}` builds from `receiver.attribute` values."""
-    for node in _nodes(files):
+    for node in nodes(files, name):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             if isinstance(node.value, ast.Dict) and len(node.value.keys) > 5:
                 return {

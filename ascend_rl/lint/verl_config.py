@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ascend_rl.lint.findings import Finding
+from ascend_rl.lint.pinned import nodes
 
 PLACEHOLDER = re.compile(r"<[^<>=]+>")  # /data/<MODEL>, which is no value for Hydra
 
@@ -126,16 +127,14 @@ def class_fields(sources: tuple[Path, ...]) -> dict[str, dict[str, str]]:
     Fields that the constructor does not take (ClassVar, `field(init=False)`) are left out.
     """
     own, bases = {}, {}
-    for source in sources:
-        for node in ast.walk(ast.parse(source.read_text())):
-            if isinstance(node, ast.ClassDef):
-                own[node.name] = {
-                    item.target.id: ast.unparse(item.annotation)
-                    for item in node.body
-                    if isinstance(item, ast.AnnAssign)
-                    and not re.search("ClassVar|init=False", ast.unparse(item))
-                }
-                bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+    for node in nodes(sources, "class "):
+        if isinstance(node, ast.ClassDef):
+            own[node.name] = {
+                item.target.id: ast.unparse(item.annotation)
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and not re.search("ClassVar|init=False", ast.unparse(item))
+            }
+            bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
 
     def fields(name: str) -> dict[str, str]:
         inherited = [fields(base) for base in bases.get(name, [])]
