@@ -22,7 +22,7 @@ from ascend_rl.process.counts import VARIABLE, counted
 from ascend_rl.settings.stack import DATA, DEFAULT, DIRECTORY, NAME
 
 ROOT = Path(__file__).resolve().parent.parent
-SERVERS = "rollout servers"
+SERVERS, REAL_RUNS = "rollout servers", ("long real runs", "real runs")
 # What one process runs, by a sign in the file: what forks for these tests starts once, and no two at a time
 # have several rollout servers: those of three files took 19 of 24 GiB, and Ray ends processes where memory
 # runs short.
@@ -267,31 +267,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Of the patched frameworks, first Megatron's models in this process: a vLLM engine in it keeps the default
     process group, of which there can be one.
     """
-    order, several = (
-        ["tests", "software_npu", "patched", *FOLDERS.values(), "e2e"],
-        "PYTEST_XDIST_WORKER" in os.environ,
-    )
-    if several:
-        order.insert(0, order.pop())
+    order = ["tests", "software_npu", "patched", *FOLDERS.values(), "e2e"]
+    several = "PYTEST_XDIST_WORKER" in os.environ
     files = {"test_memory_plan.py": 0, "test_left_out.py": 3}
     long = ("test_mindspeed_hdp.py", "test_npu_eplb.py", "test_quickstart.py", "test_resume.py")
     files |= dict.fromkeys(long, 1)  # not at the end
 
-    def place(item: pytest.Item) -> tuple[bool, int, int]:
-        servers = several and together(item.path) == SERVERS
-        return not servers, order.index(item.path.parent.name), files.get(item.path.name, 2)
+    def place(item: pytest.Item) -> tuple[int, int, int]:
+        first = (SERVERS, *REAL_RUNS)
+        group = together(item.path) if several else ""
+        turn = first.index(group) if group in first else len(first)
+        return turn, order.index(item.path.parent.name), files.get(item.path.name, 2)
 
     items.sort(key=place)
 
 
 @functools.cache
 def together(path: Path) -> str:
-    """What a file belongs to: of TOGETHER, of real runs those that are all long or the others, or itself."""
+    """What a file belongs to: of TOGETHER, of REAL_RUNS those that are all long or the others, or itself."""
     text = path.read_text()
-    if path.name == "test_bench.py":  # runs of a cluster, too
-        return "long real runs"
-    if path.parent.name == "e2e":
-        return "long real runs" if "pytestmark = [pytest.mark.long" in text else "real runs"
+    if path.parent.name == "e2e" or "from runs import" in text:
+        long = path.name == "test_bench.py" or "pytestmark = [pytest.mark.long" in text
+        return REAL_RUNS[0 if long else 1]
     return next((name for name, sign in TOGETHER.items() if sign in text), str(path))
 
 

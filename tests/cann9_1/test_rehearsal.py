@@ -13,6 +13,8 @@ from ascend_rl.process.logs import records
 from ascend_rl.rollout import slow_ranks
 from ascend_rl.settings import stack
 
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
+
 # Signs that are counted: see ascend_rl/recipe/rehearsal.py.
 ROLLOUT = {
     "decode graphs replayed", "attention parameters updated in graphs", "memory ranges woken after sleep",
@@ -62,8 +64,6 @@ MEASURED = ("forward_s", "backward_s", "collectives_s", "micro_batches", "tokens
 FROM_ALL_TOKENS = ["actor_rollout_ref.rollout.top_k=-1", "actor_rollout_ref.rollout.top_p=1"]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize("recipe", CASES)
 def test_two_steps(root, tmp_path, recipe):
     """Rollout and trainer run the same model, with graphs, sleep and several ranks; R3 replays its routes."""
