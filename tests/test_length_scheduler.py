@@ -38,8 +38,8 @@ def profile(scheduler: LengthScheduler, chosen: list[Request], steps: np.ndarray
 @given(
     st.lists(st.integers(1, 300), max_size=6),
     st.lists(st.integers(1, 300), min_size=1, max_size=12),
-    st.lists(st.integers(20, 3000), min_size=12, max_size=12),
-    st.integers(500, 20000),
+    st.lists(st.integers(300, 3000), min_size=12, max_size=12),
+    st.integers(3000, 20000),
     st.integers(0, 12),
 )
 def test_what_is_admitted_fits_at_every_step(held, queued, lengths, capacity, places):
@@ -57,8 +57,8 @@ def test_what_is_admitted_fits_at_every_step(held, queued, lengths, capacity, pl
         return
     assert rest == sorted(rest, reverse=True)
     mean, variance = profile(scheduler, running + chosen, np.arange(0, MOST, 5))
-    # The scheduler looks at fewer points of the curve.
-    assert (mean + scheduler.margin * np.sqrt(variance)).max() <= 1.1 * capacity
+    # The scheduler looks at one point of the curve in 100 steps; no response here ends within so few.
+    assert (mean + scheduler.margin * np.sqrt(variance)).max() <= 1.02 * capacity
 
 
 def knowing(capacity: int, **lengths: int) -> LengthScheduler:
@@ -96,6 +96,18 @@ def test_where_all_are_alike_what_would_stay_free_is_lent():
     before = scheduler.margin
     scheduler.preempted()
     assert scheduler.margin == before  # that was to be expected
+
+
+@pytest.mark.parametrize(("known", "most_free"), [(False, 0.1), (True, 0.25)])
+def test_less_kv_stays_free_where_no_earlier_length_is_known(known, most_free):
+    scheduler = LengthScheduler(10_000)
+    if known:
+        scheduler.expect("another prompt", [800.0] * 2)
+    waiting = requests([50] * 60, "w")
+    order, admitted = scheduler.choose([], waiting, 60)
+    mean, _ = profile(scheduler, [waiting[i] for i in order[:admitted]], np.arange(0, MOST, 5))
+    free = 1 - mean[: mean.argmax() + 1].mean() / 10_000
+    assert admitted < 60 and most_free - 0.1 < free <= most_free + 0.01
 
 
 def test_siblings_count_more_than_an_earlier_epoch_and_that_more_than_other_prompts():

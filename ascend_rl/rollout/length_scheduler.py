@@ -42,7 +42,8 @@ WITHIN, DRIFT, BETWEEN = 0.2, 0.25, 0.5
 PRIOR = 16  # they count as much as so many responses
 COLD = 1 / 5  # of max_tokens: the median where no length is known
 POINTS = 40  # of the profile
-# The share of KV that may stay free, and the first margin: of engines that step together, of one alone.
+# The share of KV that may stay free: of engines that step together and know lengths of an earlier epoch, of
+# others; and the first margin: of engines that step together, of one alone.
 HOLE, MARGIN = (0.25, 0.1), (2.0, 1.0)
 MOST_MARGIN, RAISE, LOWER = 4.0, 0.2, 0.02
 ALIKE = 0.3  # standard deviation of the logarithm of all lengths
@@ -141,9 +142,8 @@ class LengthScheduler:
     """
 
     def __init__(self, capacity: int, alone: bool = False):
-        self.capacity, self.lengths, self.lent = capacity, Lengths(), 0
-        self.hole, self.least_margin = HOLE[alone], MARGIN[alone]
-        self.margin = self.least_margin
+        self.capacity, self.alone, self.lengths, self.lent = capacity, alone, Lengths(), 0
+        self.margin = self.least_margin = MARGIN[alone]
 
     def expect(self, prompt: Hashable, lengths: Sequence[float]) -> None:
         """A request has come, whose prompt had responses of these lengths in an earlier epoch."""
@@ -177,7 +177,7 @@ class LengthScheduler:
         kind = np.array(
             [kinds.setdefault((w.prompt, w.done, w.prompt_tokens, w.most), len(kinds)) for w in waiting]
         )
-        hole = 0.0 if self.lengths.alike() else self.hole
+        hole = 0.0 if self.lengths.alike() else HOLE[self.alone or not self.lengths.earlier]
         order, count, lent = _choose(run, wait, kind, float(self.capacity), places, self.margin, hole)
         self.lent += int(lent)
         return order.tolist(), int(count)
