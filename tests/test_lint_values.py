@@ -168,3 +168,18 @@ def test_an_official_script_is_read_through(tmp_path):
     assert "script.no_training" in errors(script)  # errexit is back on
     script.write_text('[ $# -ge 2 ] || exit 1\ntorchrun -m verl.trainer.sft_trainer "$@"\n')
     assert errors(script) == {}
+
+
+def test_a_name_that_is_only_refused_is_none_that_is_accepted(tmp_path):
+    code = """
+def build(config):
+    if config.kind == "good":
+        return 1
+    if config.kind == "refused":
+        raise ValueError
+def other(config):
+    assert config.kind in ("elsewhere",)
+"""
+    (file := tmp_path / "code.py").write_text(code)
+    assert pinned.compared("config.kind", (file,)) == ("good", "elsewhere")
+    assert pinned.compared("config.kind", (file,), "build") == ("good",)

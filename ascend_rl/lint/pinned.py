@@ -91,6 +91,19 @@ def registered(decorator: str, files: tuple[Path, ...]) -> dict[str, ast.Functio
 
 
 @cache
+def registered_with(decorator: str, keyword: str, files: tuple[Path, ...]) -> tuple[str, ...]:
+    """The values that `@decorator(keyword="value")`, or a list of them, registers."""
+    found: dict[str, None] = {}
+    for node in nodes(files, decorator):
+        for call in getattr(node, "decorator_list", ()):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
+                for given in (each.value for each in call.keywords if each.arg == keyword):
+                    one = isinstance(given, ast.Constant)
+                    found |= dict.fromkeys((given.value,) if one else _constants(given) or ())
+    return tuple(found)
+
+
+@cache
 def listed(name: str, files: tuple[Path, ...]) -> tuple:
     """The constants of the list, tuple, set or dict that `name = ...` assigns, in a module or a class."""
     for node in nodes(files, name):
@@ -120,10 +133,9 @@ def compared(expression: str, files: tuple[Path, ...], function: str = "") -> tu
     Of one function, or of all code in the files. `expression` is the end of the text: "kl_ctrl.type".
     """
     found: dict[str, None] = {}
-    for node in nodes(files, function or expression.rpartition(".")[2]):
-        if function and not (isinstance(node, ast.FunctionDef) and node.name == function):
-            continue
-        inside = list(ast.walk(node)) if function else [node]
+    everything = tuple(nodes(files, function or expression.rpartition(".")[2]))
+    functions = (each for each in everything if isinstance(each, ast.FunctionDef) and each.name == function)
+    for inside in [tuple(ast.walk(each)) for each in functions] if function else [everything]:
         raising = {
             id(branch.test)
             for branch in inside
