@@ -74,8 +74,12 @@ NAMES: dict[str, Callable[[], tuple]] = {
     f"{ACTOR}.kl_loss_type": lambda: _core(pinned.compared, "kl_penalty", "kl_penalty_forward"),
     "algorithm.kl_penalty": lambda: _core(pinned.compared, "kl_penalty", "kl_penalty_forward"),
     "algorithm.kl_ctrl.type": lambda: _core(pinned.compared, "kl_ctrl.type"),
-    f"{ACTOR}.strategy": lambda: pinned.compared("actor.strategy", _verl("trainer/main_ppo.py")),
-    f"{ACTOR}.megatron.dtype": lambda: ("bfloat16", "float16", "float32"),  # the last by a patch or a plug-in
+    f"{ACTOR}.strategy": lambda: (
+        pinned.compared("actor.strategy", _verl("trainer/main_ppo.py"))
+        or pinned.registered_with("EngineRegistry.register", "backend", _verl("workers/engine/**/*.py"))
+    ),
+    # The last by a patch or a plug-in.
+    **{f"{engine}.megatron.dtype": lambda: ("bfloat16", "float16", "float32") for engine in ENGINES},
     "trainer.resume_mode": lambda: pinned.compared("trainer.resume_mode", _verl("trainer/ppo/*.py")),
     "trainer.logger": lambda: (*pinned.listed("supported_backend", _verl("utils/tracking.py")), "tracking"),
     "trainer.device": lambda: ("cpu", "cuda", "npu"),

@@ -19,9 +19,11 @@ SAMPLES = Path(__file__).resolve().parents[1] / "samples/lint"
         ("megatron", "SET[$transformer.use_flash_attn]=False", ["train.flash_attn"]),
         ("megatron", "SET[$megatron.grad_offload]=True", ["config.unknown_key"]),  # a key of verl 0.9.0
         ("megatron", "SET[$megatron.router_replay.mode]=R3", []),
+        ("megatron", "SET[$megatron.dtype]=float32 SET[actor_rollout_ref.ref.megatron.dtype]=float32", []),
         ("fsdp", "SET[+reward.reward_kwargs.max_resp_len]=8192", []),  # verl asks for it
         ("fsdp", "SET[+reward.reward_kwarg.max_resp_len]=8192", ["config.unknown_field"]),
         ("fsdp", "SET[$actor.use_torch_compile]=True", []),  # as verl's profiling scripts
+        ("fsdp", "SET[$actor.strategy]=fsdp3", ["values.name"]),
     ],
 )
 def test_values_of_this_stack(tmp_path, base, changes, errors):
@@ -30,3 +32,9 @@ def test_values_of_this_stack(tmp_path, base, changes, errors):
     command = [sys.executable, "-m", "ascend_rl.lint", "--json", str(script)]
     printed = subprocess.run(command, capture_output=True, text=True).stdout
     assert [each["check"] for each in json.loads(printed) if each["severity"] == "error"] == errors
+
+
+def test_names_are_found_in_the_sources_of_this_stack():
+    from ascend_rl.lint.values import NAMES
+
+    assert [key for key, known in NAMES.items() if not known()] == []
