@@ -277,7 +277,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         first = (SERVERS, *REAL_RUNS)
         group = together(item.path) if several else ""
         turn = first.index(group) if group in first else len(first)
-        return turn, order.index(item.path.parent.name), files.get(item.path.name, 2)
+        folder = order.index(item.path.parent.name)
+        return turn, -folder if group in REAL_RUNS else folder, files.get(item.path.name, 2)
 
     items.sort(key=place)
 
