@@ -11,6 +11,7 @@ from typing import Any
 from ascend_rl.glue.cann9_1.hooks import Hooks, first
 from ascend_rl.host import idle
 from ascend_rl.host.loopback import listen_on_loopback
+from ascend_rl.process.ending import end_if_it_fails
 from ascend_rl.process.ports import free_port
 from ascend_rl.rollout.front_end import append_sampled
 from ascend_rl.rollout.request_checks import check, check_prompt
@@ -150,6 +151,22 @@ def keep_ports_of_engines_free(module: ModuleType) -> None:
         return choose(start_port, max_attempts)
 
     module._get_open_port = _get_open_port
+
+
+@end_if_it_fails
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """vLLM's, by its own name: a process that is spawned looks this one up, before it has loaded plug-ins."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    run = EngineCoreProc.run_engine_core
+    getattr(run, "of_vllm", run)(*args, **kwargs)
+
+
+@hooks.after("vllm.v1.engine.core")
+def end_engines_that_fail(module: ModuleType) -> None:
+    """An engine that fails may wait forever for a message to be sent, and its server for the engine."""
+    run_engine_core.of_vllm = module.EngineCoreProc.run_engine_core
+    module.EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
 
 
 @hooks.after("vllm.model_executor.layers.rotary_embedding.common")
