@@ -86,7 +86,7 @@ def mindspeed_options() -> frozenset[str]:
 def optimizer_arguments(module: str, name: str) -> tuple[str, ...]:
     """Arguments of an optimizer's constructor; empty where its source is not found."""
     package, _, rest = module.partition(".")
-    for node in nodes(sources(package, f"{rest.replace('.', '/')}/*.py".lstrip("/"))):
+    for node in nodes(sources(package, f"{rest.replace('.', '/')}/*.py".lstrip("/")), f"class {name}"):
         if isinstance(node, ast.ClassDef) and node.name == name:
             for item in node.body:
                 if isinstance(item, ast.FunctionDef) and item.name == "__init__":

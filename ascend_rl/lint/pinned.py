@@ -74,15 +74,20 @@ def enums(files: tuple[Path, ...]) -> dict[str, dict[str, object]]:
     return found
 
 
+def _decorated(decorator: str, files: Iterable[Path]) -> Iterator[tuple[ast.AST, ast.Call]]:
+    """Each definition under `@decorator(...)`, with that call."""
+    for node in nodes(files, decorator):
+        for call in getattr(node, "decorator_list", ()):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
+                yield node, call
+
+
 @cache
 def registered(decorator: str, files: tuple[Path, ...]) -> dict[str, ast.FunctionDef | ast.ClassDef]:
     """{name: definition} of what `@decorator("name")` or `@decorator(SomeEnum.NAME)` registers."""
     found, members = {}, enums(files)
-    for node in nodes(files, decorator):
-        for call in getattr(node, "decorator_list", ()):
-            if not (isinstance(call, ast.Call) and ast.unparse(call.func) == decorator and call.args):
-                continue
-            name = call.args[0]
+    for node, call in _decorated(decorator, files):
+        for name in call.args[:1]:
             if isinstance(name, ast.Constant):
                 found[name.value] = node
             elif isinstance(name, ast.Attribute):
@@ -94,12 +99,10 @@ def registered(decorator: str, files: tuple[Path, ...]) -> dict[str, ast.Functio
 def registered_with(decorator: str, keyword: str, files: tuple[Path, ...]) -> tuple[str, ...]:
     """The values that `@decorator(keyword="value")`, or a list of them, registers."""
     found: dict[str, None] = {}
-    for node in nodes(files, decorator):
-        for call in getattr(node, "decorator_list", ()):
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
-                for given in (each.value for each in call.keywords if each.arg == keyword):
-                    one = isinstance(given, ast.Constant)
-                    found |= dict.fromkeys((given.value,) if one else _constants(given) or ())
+    for _, call in _decorated(decorator, files):
+        for given in (each.value for each in call.keywords if each.arg == keyword):
+            one = isinstance(given, ast.Constant)
+            found |= dict.fromkeys((given.value,) if one else _constants(given) or ())
     return tuple(found)
 
 
