@@ -45,7 +45,7 @@ class Process:
         from ascend_rl.settings.stack import DEFAULT, NAME
         from vllm.v1.engine.core import EngineCore, EngineCoreProc
         if NAME == DEFAULT:
-            EngineCoreProc.run_engine_core()
+            EngineCoreProc.run_engine_core.__wrapped__()  # without ending the process where it fails
         multiprocessing.current_process().name = "EngineCore"  # as vLLM starts it
         EngineCore(None, None, False)
 
