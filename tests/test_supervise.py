@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from namespaces import unshare
 
 from ascend_rl.launch import supervise
 from ascend_rl.process.logs import LogFile
@@ -82,9 +83,6 @@ with open(sys.argv[1], "ab+") as file:
 pathlib.Path(sys.argv[2]).touch()
 time.sleep(300)
 """
-
-
-CANNOT_MOUNT = subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0
 
 
 class Runner:
@@ -771,7 +769,6 @@ time.sleep(300)
 """
 
 
-@pytest.mark.skipif(CANNOT_MOUNT, reason="no mount namespaces here")
 def test_another_shared_memory_has_the_same_inodes(shm_file):
     """A container's, or a test process's: what is used there is not in use here."""
     from ascend_rl.launch.supervise import SharedMemory
@@ -781,7 +778,7 @@ def test_another_shared_memory_has_the_same_inodes(shm_file):
         watcher.watch([os.getpid()])
     inode = str(shm_file.stat().st_ino)
     script = 'mount -t tmpfs tmpfs /dev/shm; exec "$0" -c "$1" "$2"'
-    command = ["unshare", "-m", "bash", "-euc", script, PYTHON, ELSEWHERE, inode]
+    command = [*unshare("mount"), "bash", "-euc", script, PYTHON, ELSEWHERE, inode]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as elsewhere:
         try:
             assert elsewhere.stdout.readline().strip() == inode
