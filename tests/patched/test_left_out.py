@@ -169,7 +169,7 @@ def test_what_a_proof_rests_on_includes_the_helpers_of_its_test():
 
 
 if __name__ == "__main__":
-    ran = {path.name: path.read_text() for path in REMEMBERED.iterdir()}
+    ran = committed() | {path.name: path.read_text() for path in REMEMBERED.glob("*")}
     valid = {patch.stem: key for patch in PATCHES if ran.get(patch.stem) == (key := fingerprint(patch))}
     COMMITTED.write_text("".join(f"{name} {key}\n" for name, key in sorted(valid.items())))
     print(f"{len(valid)} of {len(PATCHES)} proofs are in {COMMITTED.relative_to(ROOT)}")
