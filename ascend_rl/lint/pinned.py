@@ -56,7 +56,9 @@ def _constants(node: ast.AST | None) -> tuple | None:
     """The values of a list, tuple, set or dict (its keys) of constants; None for anything else."""
     with contextlib.suppress(ValueError, TypeError, SyntaxError):
         value = ast.literal_eval(node)
-        return tuple(value) if isinstance(value, list | tuple | set | dict) else None
+        if isinstance(value, set):
+            return tuple(sorted(value, key=str))  # the same in each run
+        return tuple(value) if isinstance(value, list | tuple | dict) else None
     return None
 
 

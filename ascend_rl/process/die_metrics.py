@@ -69,7 +69,7 @@ class Metrics:
         self.nodes: dict[str, Growth] = defaultdict(Growth)
 
     def take(self) -> dict[str, float]:
-        """The metrics of the readings of all nodes since the last call; empty if there are none.
+        """Metrics from the readings of all nodes since the last call; empty if there are none.
 
         The highest temperature in Celsius, the mean power of a die in W, and the growth of each counter since
         the start, summed over all dies.
