@@ -51,6 +51,11 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 del os.environ["WARM_START"]  # for a launcher whose script sources cpu_env.sh
 # On a loaded machine Ray's workers take minutes to start. By itself Ray lets all other processes go first.
 os.environ |= {"RAY_worker_register_timeout_seconds": "600", "RAY_worker_niceness": "0"}
+PATIENT = {  # of a Ray that a test starts itself, as the launcher's RAY_DEFAULTS
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_gcs_server_request_timeout_seconds": "300",
+}
 
 # Of several processes that run tests each has its own TMPDIR, as verl's weight sync names its socket there by
 # the device, and where that is permitted its own /dev/shm: what killed processes leave is no other test's.
@@ -154,15 +159,17 @@ def start_ray():
     import ray
 
     def start(address: str = "local", **given):
-        for again in (True, True, False):
+        for left in reversed(range(6)):
             try:
                 return ray.init(address, log_to_driver=False, **given)
             except Exception:  # a raylet ends if its agents, Python programs, take longer than 15 s to start
                 ray.shutdown()
-                if not again:
+                if not left:
                     raise
 
-    with importing_from_here():
+    with importing_from_here(), pytest.MonkeyPatch.context() as patch:
+        for name, value in PATIENT.items():
+            patch.setenv(name, value)
         yield start
     ray.shutdown()
 
