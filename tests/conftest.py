@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import inspect
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ import warm
 from hypothesis import HealthCheck, settings
 
 from ascend_rl.process.counts import VARIABLE, counted
+from ascend_rl.process.ports import free_port
 from ascend_rl.settings.stack import DATA, DEFAULT, DIRECTORY, NAME
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,11 +53,12 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 del os.environ["WARM_START"]  # for a launcher whose script sources cpu_env.sh
 # On a loaded machine Ray's workers take minutes to start. By itself Ray lets all other processes go first.
 os.environ |= {"RAY_worker_register_timeout_seconds": "600", "RAY_worker_niceness": "0"}
-PATIENT = {  # of a Ray that a test starts itself, as the launcher's RAY_DEFAULTS
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_raylet_start_wait_time_s": "300",
-    "RAY_gcs_server_request_timeout_seconds": "300",
-}
+AGENT_PORTS = (
+    "dashboard_agent_listen_port",
+    "metrics_agent_port",
+    "metrics_export_port",
+    "runtime_env_agent_port",
+)
 
 # Of several processes that run tests each has its own TMPDIR, as verl's weight sync names its socket there by
 # the device, and where that is permitted its own /dev/shm: what killed processes leave is no other test's.
@@ -153,23 +156,40 @@ def importing_from_here():
         yield
 
 
+@contextlib.contextmanager
+def late_agents():
+    """Raylets started meanwhile run until their agents, Python programs, have started, on a busy machine too.
+
+    By itself a raylet ends after 15 s without their ports, and, even if it is told these, without a file in
+    which the dashboard's agent writes its own (see ascend_rl/launch/launch_node.py).
+    """
+    from ray._private import services
+
+    start = services.start_raylet
+    signature = inspect.signature(start)
+
+    def start_raylet(*args, **given):
+        arguments = signature.bind(*args, **given).arguments | {name: free_port() for name in AGENT_PORTS}
+        file = Path(arguments["session_dir"], f"{AGENT_PORTS[0]}_{arguments['node_id']}")
+        file.write_text(str(arguments[AGENT_PORTS[0]]))
+        return start(**arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(services, "start_raylet", start_raylet)
+        patch.setenv("RAY_agent_register_timeout_ms", "300000")
+        patch.setenv("RAY_raylet_start_wait_time_s", "300")
+        yield
+
+
 @pytest.fixture(scope="module")
 def start_ray():
     """Called with the arguments of ray.init: Ray, whose processes import from here too, for one module."""
     import ray
 
     def start(address: str = "local", **given):
-        for left in reversed(range(6)):
-            try:
-                return ray.init(address, log_to_driver=False, **given)
-            except Exception:  # a raylet ends if its agents, Python programs, take longer than 15 s to start
-                ray.shutdown()
-                if not left:
-                    raise
+        return ray.init(address, log_to_driver=False, **given)
 
-    with importing_from_here(), pytest.MonkeyPatch.context() as patch:
-        for name, value in PATIENT.items():
-            patch.setenv(name, value)
+    with importing_from_here(), late_agents():
         yield start
     ray.shutdown()
 

@@ -37,7 +37,8 @@ def cluster(start_ray):
         finally:
             ray.shutdown()
             cluster.shutdown()
-    reset_auth_token_state()
+            patch.undo()
+            reset_auth_token_state()  # also if a node did not start: other files' tests have Ray's token
 
 
 @pytest.fixture(scope="module")
