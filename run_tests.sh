@@ -7,11 +7,12 @@
 #           bash run_tests.sh tests/test_gspo.py -x            # pytest with these arguments and no others
 # Writes:   .venv/, frameworks/, data/
 # Hardware: 2 cores, 12 GiB (--all: 20), 12 GB of disk (--all: 24), Linux with Python 3.11 (--all: also 3.12)
-# Duration: about 15 minutes; with --all about 65
+# Duration: about 15 minutes, with --all 65; on slow machines up to 26 and 85
 #
 #   --all        also runs the tests marked long, proves again that a patch is needed where anything changed that the last
 #                proof depended on (PYTEST_ADDOPTS=--prove: all of them), and then runs the tests of the second stack
 #                (STACK=cann9.1 runs them alone). Without it, proofs are repeated if data/proofs has earlier ones
+#                ALL_RECIPES=1 adds the longest: every recipe on software NPUs, and every benchmark
 #   --durations  print the time and processor time of each file, the slowest tests, and the total
 #
 # Four processes run tests at a time; one of them begins with the real runs, with --all two of them.
