@@ -1,28 +1,29 @@
 #!/usr/bin/env bash
 # Set everything up on a CPU, then run the tests.
 #
-# Usage:    bash run_tests.sh [--all] [--durations] [PYTEST_ARGUMENTS...]
+# Usage:    bash run_tests.sh [--all | --weekly] [--durations] [PYTEST_ARGUMENTS...]
 # Example:  bash run_tests.sh                                  # enough for a change
 #           bash run_tests.sh --all --durations                # everything, with timings
 #           bash run_tests.sh tests/test_gspo.py -x            # pytest with these arguments and no others
 # Writes:   .venv/, frameworks/, data/
 # Hardware: 2 cores, 12 GiB (--all: 20), 12 GB of disk (--all: 24), Linux with Python 3.11 (--all: also 3.12)
-# Duration: about 15 minutes, with --all 65; on slow machines up to 26 and 85
+# Duration: about 15 minutes, with --all 45; on slow machines twice that
 #
 #   --all        also runs the tests marked long, proves again that a patch is needed where anything changed that the last
 #                proof depended on (PYTEST_ADDOPTS=--prove: all of them), and then runs the tests of the second stack
 #                (STACK=cann9.1 runs them alone). Without it, proofs are repeated if data/proofs has earlier ones
-#                ALL_RECIPES=1 adds the longest: every recipe on software NPUs, and every benchmark
+#   --weekly     --all and the tests marked weekly, hours: every recipe on software NPUs, kills, every benchmark
 #   --durations  print the time and processor time of each file, the slowest tests, and the total
 #
 # Four processes run tests at a time; one of them begins with the real runs, with --all two of them.
 started=$SECONDS
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh"
 
-ALL=0 DURATIONS=0
+MARKED="not long and not weekly" DURATIONS=0
 while [ $# -gt 0 ]; do
     case "$1" in
-    --all) ALL=1 ;;
+    --all) MARKED="not weekly" ;;
+    --weekly) MARKED="" ;;
     --durations) DURATIONS=1 ;;
     -h | --help) usage "${BASH_SOURCE[0]}"; exit 0 ;;
     *) break ;;
@@ -33,7 +34,7 @@ done
 cd "$ROOT"
 bash build_project.sh --target cpu
 both=0
-if [ "$ALL" = 1 ] && [ "$STACK" = cann8.5 ]; then both=1; fi
+if [[ "$MARKED" != *long* ]] && [ "$STACK" = cann8.5 ]; then both=1; fi
 # Beside the first tests, most of which wait for processes; the second stack's own run says what went wrong.
 if [ "$both" = 1 ]; then STACK=cann9.1 bash build_project.sh --target cpu >/dev/null 2>&1 & fi
 use_python
@@ -53,11 +54,8 @@ if [ $# -gt 0 ]; then
     exit "$status"
 fi
 
-ARGS=()
-if [ "$ALL" = 0 ]; then
-    ARGS=(-m "not long")
-    [ -d data/proofs ] || ARGS+=(--ignore=tests/patched/test_left_out.py)
-fi
+ARGS=(-m "$MARKED")
+if [[ "$MARKED" = *long* ]] && [ ! -d data/proofs ]; then ARGS+=(--ignore=tests/patched/test_left_out.py); fi
 status=0
 # A process that dies would be replaced, but then the others may wait forever.
 python -m pytest -q -n 4 --max-worker-restart=0 --junitxml="$results/tests.xml" "${ARGS[@]}" || status=1
@@ -69,6 +67,7 @@ if [ "$both" = 1 ]; then
     log "the stack CANN 9.1"
     wait
     again=(--all)
+    [ -n "$MARKED" ] || again=(--weekly)
     [ "$DURATIONS" = 0 ] || again+=(--durations)
     PATH="${PATH#"$VENV/bin:"}" STACK=cann9.1 bash run_tests.sh "${again[@]}" || status=1
     log "the default stack, once more"

@@ -9,6 +9,8 @@ export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" NUMBA_NUM_THREADS="${NUMBA_NUM_THREADS:-1}" TQ_NUM_THREADS="${TQ_NUM_THREADS:-1}"
 # With several workers of an engine: they wait in a loop otherwise, and take a core each.
 export VLLM_SLEEP_WHEN_IDLE="${VLLM_SLEEP_WHEN_IDLE:-1}" ROLLOUT_SPIN_S="${ROLLOUT_SPIN_S:-0.002}"
+# With graphs (tests of vllm-ascend): keep frozen what a warm start froze, see smoke_env.sh.
+export VLLM_ENABLE_CUDAGRAPH_GC="${VLLM_ENABLE_CUDAGRAPH_GC:-1}"
 # Where no plug-in is needed for it (STACK=cann8.5), verl does not read this.
 export VERL_PLATFORM="${VERL_PLATFORM:-cpu}"
 # Compiling a 2-layer model takes longer than running it.

@@ -53,12 +53,6 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 del os.environ["WARM_START"]  # for a launcher whose script sources cpu_env.sh
 # On a loaded machine Ray's workers take minutes to start. By itself Ray lets all other processes go first.
 os.environ |= {"RAY_worker_register_timeout_seconds": "600", "RAY_worker_niceness": "0"}
-AGENT_PORTS = (
-    "dashboard_agent_listen_port",
-    "metrics_agent_port",
-    "metrics_export_port",
-    "runtime_env_agent_port",
-)
 
 # Of several processes that run tests each has its own TMPDIR, as verl's weight sync names its socket there by
 # the device, and where that is permitted its own /dev/shm: what killed processes leave is no other test's.
@@ -156,6 +150,10 @@ def importing_from_here():
         yield
 
 
+FILED_PORT = "dashboard_agent_listen_port"  # which a raylet reads from a file
+AGENT_PORTS = (FILED_PORT, "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
+
+
 @contextlib.contextmanager
 def late_agents():
     """Raylets started meanwhile run until their agents, Python programs, have started, on a busy machine too.
@@ -170,8 +168,8 @@ def late_agents():
 
     def start_raylet(*args, **given):
         arguments = signature.bind(*args, **given).arguments | {name: free_port() for name in AGENT_PORTS}
-        file = Path(arguments["session_dir"], f"{AGENT_PORTS[0]}_{arguments['node_id']}")
-        file.write_text(str(arguments[AGENT_PORTS[0]]))
+        file = Path(arguments["session_dir"], f"{FILED_PORT}_{arguments['node_id']}")
+        file.write_text(str(arguments[FILED_PORT]))
         return start(**arguments)
 
     with pytest.MonkeyPatch.context() as patch:

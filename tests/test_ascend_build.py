@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 import sources
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.weekly
 
 A3, A2 = "ascend910_9391", "ascend910b3"
 # Of requirements.in, not in .venv: two that need an NPU, and others that nothing here imports.

@@ -1,11 +1,10 @@
 """Every benchmark starts, comes to its end and stores its bars; its times say little on a busy machine.
 
-The longest run only with ALL_RECIPES=1: what they measure has tests of its own.
+The longest run only with --weekly: what they measure has tests of its own.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,21 @@ ROOT = Path(__file__).resolve().parent.parent
 EXACT = {"faults", "router_replay", "vllm_ascend_tests"}
 STACKS = {"router_replay": "cann9.1"}  # the others run on the default one
 ELSEWHERE = {"dapo", "slow_ranks"}  # test_quickstart.py has a run for them
-LONG = {"converter", "malloc", "rollout", "rollout_engine", "sam_engine"}
+WEEKLY = {"agent_loop", "converter", "disable_gc", "eplb", "faults", "malloc"}
+WEEKLY |= {"rollout", "rollout_engine", "router_replay", "sam_engine"}
 
 
 def params() -> list:
     names = {path.stem.removeprefix("bench_") for path in ROOT.glob("bench/bench_*.py")} - ELSEWHERE
-    if os.environ.get("ALL_RECIPES") != "1":
-        names -= LONG
-    names = [name for name in sorted(names) if STACKS.get(name, DEFAULT) == NAME]
-    return [pytest.param(name, marks=[needs_git] * (name == "vllm_ascend_tests")) for name in names]
+    assert names >= WEEKLY
+    return [
+        pytest.param(
+            name,
+            marks=[needs_git] * (name == "vllm_ascend_tests") + [pytest.mark.weekly] * (name in WEEKLY),
+        )
+        for name in sorted(names)
+        if STACKS.get(name, DEFAULT) == NAME
+    ]
 
 
 @pytest.mark.parametrize("name", params())

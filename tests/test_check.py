@@ -39,6 +39,7 @@ def test_a_check_on_the_software_npu(root, tmp_path):
     assert re.search(r"rollout: one token on 1 node\(s\), log-prob within 0\.0\d+ of Hugging Face's", text)
 
 
+@pytest.mark.weekly
 def test_a_node_whose_vllm_finds_no_platform_fails_the_check(root, tmp_path):
     """As without vllm-ascend's entry points: this vLLM then runs on the CPU, and computes the same."""
     status, text = check(root, tmp_path, VLLM_PLUGINS="none")
@@ -47,6 +48,7 @@ def test_a_node_whose_vllm_finds_no_platform_fails_the_check(root, tmp_path):
     assert "vLLM runs on cpu and not on npu: it finds no vllm-ascend" in text
 
 
+@pytest.mark.weekly
 def test_a_check_asks_the_preflight_of_all_nodes_first(root, tiny, tmp_path):
     """On a CPU, where it finds nothing."""
     environ = os.environ | {

@@ -356,7 +356,7 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_run_on_two_hosts_names_the_die(root, tmp_path):
     need_netns()
     (tmp_path / "train.py").write_text(TRAINING)

@@ -7,7 +7,6 @@ namespaces of the kernel (unshare), so that the scripts run unchanged and see no
 from __future__ import annotations
 
 import email
-import os
 import re
 import shlex
 import shutil
@@ -170,7 +169,7 @@ def copy_step(arguments: str, context: Path, image: Path) -> None:
 
 
 @needs_git
-@pytest.mark.skipif(NAME != DEFAULT and "ALL_RECIPES" not in os.environ, reason="only with ALL_RECIPES=1")
+@pytest.mark.weekly
 def test_the_steps_after_the_packages_run_with_what_is_copied_before_them(tmp_path):
     """Downloads and builds for the NPU in a directory that holds what the image would hold at that step.
 

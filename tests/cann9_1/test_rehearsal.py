@@ -52,7 +52,8 @@ RECIPES = {  # name: (environment, signs in the rollout, signs in the trainer, v
     "grpo_qwen3_32b_32die_true_weight": ("qwen3_32b", DENSE, RINGS, {}),
     "dapo_qwen3_32b_32die_true_weight": ("qwen3_32b", DENSE, RINGS, {}),
 }
-CASES = [*RECIPES] if os.environ.get("ALL_RECIPES") == "1" else [*RECIPES][:2]
+LARGEST = "grpo_qwen3_235b_128die_true_weight"  # stands for all without --weekly
+CASES = [pytest.param(name, marks=[pytest.mark.weekly] * (name != LARGEST)) for name in RECIPES]
 EPLB = [
     f"+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.{key}"
     for key in ("num_iterations_eplb_update=8", "num_wait_worker_iterations=4")

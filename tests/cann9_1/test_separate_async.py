@@ -45,7 +45,7 @@ CASES = {  # name: (recipe, overrides); with two seats, responses are unfinished
     "two seats": (GSPO_32B, TWO_SEATS),
     "experts": ([*RECIPES][1], []),
 }
-RUN = [*CASES] if os.environ.get("ALL_RECIPES") == "1" else ["a server dies"]
+RUN = [pytest.param(name, marks=[pytest.mark.weekly] * (name != "a server dies")) for name in CASES]
 REFUSED = {
     f"{V1}.sampler.max_off_policy_threshold=1": "num_warmup_batches=1 batches ahead: use at least 1 + 1",
     f"{V1}.separate_async.num_warmup_batches=1.5": "use 1, or the strategy drop",
@@ -330,9 +330,8 @@ def test_three_steps(tmp_path, case):
     assert (tmp_path / "run/checkpoints/global_step_3/transfer_queue").is_dir()
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.timeout(3 * PATIENCE_S)
-@pytest.mark.skipif(os.environ.get("ALL_RECIPES") != "1", reason="only with ALL_RECIPES=1")
 def test_a_run_that_is_stopped_continues_with_the_responses_it_had(tmp_path):
     """SIGTERM in step 3 of 9: it is saved with what is answered, which the first step after it trains."""
     overrides = [TP1, "trainer.save_freq=100", "trainer.resume_mode=auto"]

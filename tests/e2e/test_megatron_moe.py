@@ -35,6 +35,7 @@ def report(root, *arguments) -> dict:
     return json.loads((arguments[0] / "report.json").read_text())
 
 
+@pytest.mark.weekly
 def test_gspo_learns_on_megatron_with_expert_parallelism(root, gspo, same_probabilities):
     output, steps = gspo
     assert len(steps) == 20
@@ -46,7 +47,7 @@ def test_gspo_learns_on_megatron_with_expert_parallelism(root, gspo, same_probab
     assert found["val_reward"] >= found["val_reward_before"] + 0.2
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_its_grpo_twin_runs_and_one_plot_compares_the_two(root, gspo, tmp_path, same_probabilities):
     twin = train("train_grpo_qwen3_moe_tiny_cpu.sh", tmp_path / "grpo", 4, ALL_TO_ALL_RESHARD=1)
     assert len(twin) == 4

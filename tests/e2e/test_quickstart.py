@@ -84,6 +84,7 @@ def test_its_model_is_exported_and_evaluated(quickstart):
     assert re.search(said, run.stdout), run.stdout[-3000:]
 
 
+@pytest.mark.weekly
 def test_two_workers_share_the_steps_of_dapo(tmp_path, nothing_left_behind, same_probabilities):
     """Two FSDP ranks, two vLLM servers; samples placed, requests that move, batches of groups that vary.
 
@@ -192,7 +193,7 @@ def test_ctrl_c_stops_everything(tmp_path, nothing_left_behind):
     assert "stopped by SIGINT" in text
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_switched_off_the_patches_change_nothing(root, tmp_path, tree_without, nothing_left_behind):
     """Three steps of a stock algorithm: all patches give, bit for bit, what those that a CPU needs give."""
     enabling = {"cpu_device", "vllm_cpu_rollout"}

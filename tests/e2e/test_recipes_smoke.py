@@ -4,14 +4,13 @@ In float32 and sampling from all tokens, so that the rollout must agree with its
 are one recipe of each code path; tests/test_recipes.py lists how the others differ from these. SWITCHED are
 three with switches on that are off in the recipes; each switch must count what it did. IN_BFLOAT16 are as on
 the cluster, with the swapped optimizer, which knows 16 bits only, and their own sampling. What a recipe saves
-must be complete. Without ALL_RECIPES=1 two stand for all: FSDP2 with switches, and the largest in bfloat16.
+must be complete. Without --weekly the largest, in bfloat16, stands for all.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 
@@ -104,8 +103,10 @@ IN_BFLOAT16 = [
 ]
 MEASURED = ("forward_s", "backward_s", "collectives_s", "micro_batches", "tokens")
 ADAMW = ("exp_avg", "exp_avg_sq", "fp32_param")  # of each weight
-IN_BRIEF = ["rollout switches", IN_BFLOAT16[0]]
-CASES = [*RECIPES, *SWITCHED, *IN_BFLOAT16] if os.environ.get("ALL_RECIPES") == "1" else IN_BRIEF
+CASES = [
+    pytest.param(name, marks=[pytest.mark.weekly] * (name != IN_BFLOAT16[0]))
+    for name in (*RECIPES, *SWITCHED, *IN_BFLOAT16)
+]
 
 
 def check_checkpoint(directory: Path) -> None:

@@ -21,7 +21,7 @@ from runs import (
     stopped_and_resumed,
 )
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
+pytestmark = [pytest.mark.weekly, pytest.mark.timeout(2 * PATIENCE_S)]
 
 SHORT = BRIEF | {"STEPS": 5, "GAP_LIMIT": 0}
 SAVING = [
@@ -72,7 +72,6 @@ def test_stopped_and_resumed(tmp_path, nothing_left_behind):
         assert found[step] == pytest.approx(values, rel=1e-5, abs=1e-7), step
 
 
-@pytest.mark.skipif(os.environ.get("ALL_RECIPES") != "1", reason="ALL_RECIPES=1 runs it")
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_killed_and_resumed(tmp_path, nothing_left_behind, trainer):
     """SIGKILL of a training worker after step 3; the restart repeats it from step 2, with the same result."""

@@ -9,7 +9,7 @@ from runs import PATIENCE_S, finish, launch, metrics, training
 
 SPECULATIVE = "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
 ACCURACY = "val-core/tiny/addition/acc/mean@1"
-pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * PATIENCE_S)]
+pytestmark = [pytest.mark.weekly, pytest.mark.timeout(2 * PATIENCE_S)]
 
 
 def test_gspo_learns_with_sam_decoding(tmp_path, nothing_left_behind, same_probabilities):
