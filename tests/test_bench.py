@@ -1,6 +1,6 @@
 """Every benchmark starts, comes to its end and stores its bars; its times say little on a busy machine.
 
-The longest run only with --weekly: what they measure has tests of its own.
+Most run only with --weekly: what they measure has tests of its own.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ ROOT = Path(__file__).resolve().parent.parent
 EXACT = {"faults", "router_replay", "vllm_ascend_tests"}
 STACKS = {"router_replay": "cann9.1"}  # the others run on the default one
 ELSEWHERE = {"dapo", "slow_ranks"}  # test_quickstart.py has a run for them
-WEEKLY = {"agent_loop", "converter", "disable_gc", "eplb", "faults", "malloc"}
-WEEKLY |= {"rollout", "rollout_engine", "router_replay", "sam_engine"}
+SHORT = {"hdp", "length_scheduler", "preflight", "vllm_ascend_tests"}
 
 
 def params() -> list:
     names = {path.stem.removeprefix("bench_") for path in ROOT.glob("bench/bench_*.py")} - ELSEWHERE
-    assert names >= WEEKLY
+    assert names >= SHORT
     return [
         pytest.param(
             name,
-            marks=[needs_git] * (name == "vllm_ascend_tests") + [pytest.mark.weekly] * (name in WEEKLY),
+            marks=[needs_git] * (name == "vllm_ascend_tests") + [pytest.mark.weekly] * (name not in SHORT),
         )
         for name in sorted(names)
         if STACKS.get(name, DEFAULT) == NAME

@@ -246,6 +246,7 @@ def test_a_run_on_two_hosts_that_fails(hosts, tmp_path):
     assert "Ray runtime started" in (tmp_path / f"logs/{h.address(2)}/node.log").read_text()
 
 
+@pytest.mark.weekly
 def test_two_clusters_side_by_side(hosts, tmp_path):
     """Same ports, same bridge. Ctrl-C ends one; the other, with IPv6 and a late worker, succeeds."""
     h = hosts(4)
@@ -376,6 +377,7 @@ if any(name in " ".join(sys.orig_argv) for name in ("dashboard/agent.py", "runti
 """
 
 
+@pytest.mark.weekly
 def test_a_ray_that_starts_late_ends_no_run(hosts, tmp_path):
     """By itself `ray start` waits 30 s for its raylet, a driver 60 s for one, a worker 40 s for the head's,
     and a raylet 15 s for its agents."""
@@ -485,6 +487,7 @@ def test_dry_run_with_cann_and_jemalloc(hosts, tmp_path):
 # ray_start_npu.sh --check
 
 
+@pytest.mark.weekly
 def test_a_check_of_two_hosts(hosts, tmp_path):
     """All is brought up, sum and links are judged, nothing is trained, earlier logs stay."""
     h = hosts(2)

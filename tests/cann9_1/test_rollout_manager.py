@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -160,13 +161,22 @@ def test_samples_are_placed_and_learned(trainer, unmoved):
 
 
 def test_requests_move_and_responses_stay_the_same(trainer, unmoved):
-    trainer.manager.memory.lengths.clear()
-    found = trainer.rollout()
-    assert found.tokens == unmoved.tokens
-    differences = [(a - b).abs().max() for a, b in zip(found.log_probs, unmoved.log_probs, strict=True)]
-    assert max(differences) < 2e-5
-    did = {key.rpartition("/")[2]: value for key, value in found.timing.items() if "rollout_rebalance" in key}
-    assert did["moves_waiting"] > 0 < did["kv_moves"] and not did["failed"]
+    """Beside other load, all that run may end before one moves; so rollouts go on until both kinds did."""
+    most: Counter = Counter()
+    for _ in range(5):
+        trainer.manager.memory.lengths.clear()
+        found = trainer.rollout()
+        assert found.tokens == unmoved.tokens
+        differences = [(a - b).abs().max() for a, b in zip(found.log_probs, unmoved.log_probs, strict=True)]
+        assert max(differences) < 2e-5
+        did = {
+            key.rpartition("/")[2]: value for key, value in found.timing.items() if "rollout_rebalance" in key
+        }
+        assert not did["failed"]
+        most |= Counter({name: did[name] for name in ("moves_waiting", "kv_moves")})
+        if len(most) == 2:
+            break
+    assert len(most) == 2, most
 
 
 def test_a_server_that_dies_is_replaced(trainer, unmoved):

@@ -160,7 +160,7 @@ def wait_for(condition, process, output) -> None:
         time.sleep(0.5)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_dead_engine_ends_the_run_with_a_clear_error(tmp_path, nothing_left_behind):
     output = tmp_path / "run"
     process = launch(

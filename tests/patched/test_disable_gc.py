@@ -204,7 +204,7 @@ def workers(tmp_path_factory):
     return found
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_worker_process_collects_between_its_steps(workers):
     off, on = workers["0"], workers["1"]
     for worker in (off, on):
@@ -213,14 +213,14 @@ def test_a_worker_process_collects_between_its_steps(workers):
     assert on["inside"] == 0 and on["between"] >= on["steps"]
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_the_heap_of_a_worker_process_is_frozen_and_does_not_grow(workers):
     frozen = {switch: worker["frozen"] > 100_000 for switch, worker in workers.items()}
     assert frozen == {"0": False, "1": True}
     assert workers["1"]["most"] < 40 * 30  # without collection all of them, 30 per step
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_worker_without_sam_compiles_nothing_for_it(workers):
     """ascend_rl.speculation.sam compiles where it is imported; vLLM itself imports numba."""
     assert not any(worker["sam"] for worker in workers.values())

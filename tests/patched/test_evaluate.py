@@ -15,7 +15,7 @@ from ascend_rl.recipe.tiny import compute_score
 PROBLEMS = 16
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_greedy_responses_are_hugging_faces(tiny, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -94,7 +94,7 @@ def different(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -
     ]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.weekly)])
 def test_every_layout_equals_hugging_face(world, tmp_path):
     paths = {kind: make_checkpoint(kind, tmp_path / kind) for kind in ("dense", "moe")}
     for rank, results in enumerate(run_ranks(world, forward_in, LAYOUTS[world], paths)):

@@ -224,7 +224,7 @@ def bytes_held(rank: int) -> tuple[list[tuple[int, int, int]], list[dict[str, in
     return found, peaks
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_fsdp_holds_what_is_planned():
     ranks = run_ranks(4, bytes_held)
     for index, (config, version, size) in enumerate(WRAPPED):

@@ -180,10 +180,10 @@ def processes(trainer) -> list[psutil.Process]:
 
 
 FAULTS = [
-    pytest.param("ray::", signal.SIGKILL, id="server dies", marks=pytest.mark.long),
+    pytest.param("ray::", signal.SIGKILL, id="server dies", marks=pytest.mark.weekly),
     pytest.param("VLLM::EngineCor", signal.SIGKILL, id="engine dies"),
-    pytest.param("ray::", signal.SIGSTOP, id="server hangs", marks=pytest.mark.long),
-    pytest.param("VLLM::EngineCor", signal.SIGSTOP, id="engine hangs", marks=pytest.mark.long),
+    pytest.param("ray::", signal.SIGSTOP, id="server hangs", marks=pytest.mark.weekly),
+    pytest.param("VLLM::EngineCor", signal.SIGSTOP, id="engine hangs", marks=pytest.mark.weekly),
 ]
 
 

@@ -143,7 +143,7 @@ def unmoved(manager):
     return rollout(manager, SKEWED)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_skewed_rollout_has_the_same_responses(manager, unmoved, model):
     """Steps say nothing here: the first server's are shorter, so that more of the work may go there."""
     found = moved(manager, SKEWED)
@@ -187,12 +187,16 @@ def test_requests_move_between_the_engines_of_one_server(manager, unmoved, model
 
 def test_running_requests_move_into_a_smaller_graph(manager, model):
     sampling = skewed(4, short=5)
-    expected, found = rollout(manager, sampling), moved(manager, sampling)
-    difference = same(found, expected)
-    print(f"\nlog-probs differ by {difference:.1e}; {found.did}")
+    expected = rollout(manager, sampling)
+    for _ in range(5):  # beside other load, a rollout may end before two have moved
+        found = moved(manager, sampling)
+        difference = same(found, expected)
+        print(f"\nlog-probs differ by {difference:.1e}; {found.did}")
+        assert max(difference, model(found.responses)) < 2e-5
+        if found.did["moves_running"] >= 2:
+            break
     assert found.did["moves_running"] >= 2 and found.did["replayed_tokens"] > 2 * 5
     assert found.did.get("gear_share/4", 0) < 0.5  # without moves nearly 1: the four long ones are together
-    assert max(difference, model(found.responses)) < 2e-5
 
 
 def at_random(manager, rng, of=id, **config) -> RequestMover:
@@ -207,7 +211,7 @@ def at_random(manager, rng, of=id, **config) -> RequestMover:
     return RequestMover(handles, RolloutRebalanceConfig(True, **config), somewhere)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_sampled_responses_keep_their_distribution(manager):
     """Token counts of seeded requests, with many moves and with none: within six standard errors."""
     rng, seeds, vocabulary, length = random.Random(0), itertools.count(), 32, 100
@@ -347,7 +351,7 @@ def test_running_requests_take_their_kv_along(sending, unmoved, model):
     assert nothing_left(sending)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_kv_of_other_weights_is_recomputed(sending, unmoved):
     """Each server has taken weights of its own; requests move between servers only."""
     from live_servers import take_own_weights
@@ -380,7 +384,7 @@ def test_a_killed_server_leaves_no_kv(sending, unmoved):
     assert nothing_left(sending)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_the_requests_of_a_plan_are_computed_together(started, checkpoint, tmp_path):
     """A step with a prefill goes without a graph on all ranks, so moves should not need many. Four agent loop
     workers carry them, each at its own pace.

@@ -110,7 +110,9 @@ print("received", torch.npu.memory_allocated(0))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("driver", "shared"), [("25.3.rc1", True), ("25.2.0", False)])
+@pytest.mark.parametrize(
+    ("driver", "shared"), [("25.3.rc1", True), pytest.param("25.2.0", False, marks=pytest.mark.weekly)]
+)
 def test_verl_sends_weights_as_the_driver_permits(driver, shared, tmp_path):
     """By handles of device memory, or through memory of the host; npu-smi says which, as verl asks it."""
     place, environment = f"ipc://{tmp_path}/s", node(CHIPS["A3"], 4) | {"SOFTWARE_NPU_DRIVER": driver}
