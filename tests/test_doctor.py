@@ -519,20 +519,14 @@ def test_nodes_reach_each_other(root, good, ascend, monkeypatch):
     assert sorted(back["dies"]) == list(range(16)) and "100% of packets lost" in back["dies"][3]
 
 
-def test_a_ray_cluster(root, monkeypatch):
+def test_a_ray_cluster(root, start_ray, monkeypatch):
     """One node with ten visible dies; then the same without time to answer."""
     import ray
 
     for name, value in stub_env(root, "a3_healthy", ASCEND_RT_VISIBLE_DEVICES="0,1,2,3,4,5,6,7,8,9").items():
         monkeypatch.setenv(name, value)
-    context = ray.init(
-        "local",
-        num_cpus=1,
-        resources={"NPU": 10},
-        object_store_memory=80_000_000,
-        log_to_driver=False,
-        include_dashboard=False,
-    )
+    few = {"num_cpus": 1, "resources": {"NPU": 10}, "object_store_memory": 80_000_000}
+    context = start_ray(**few, include_dashboard=False)
     try:
         nodes, failed = node_facts.survey(deadline_s=60)
         none, late = node_facts.survey(deadline_s=0)

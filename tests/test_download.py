@@ -260,7 +260,9 @@ def scope(modelscope, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.weekly] * (name != "gsm8k")) for name in FILES]
+)
 def test_data_sets_of_modelscope(scope, tmp_path, name):
     """What is published is loaded, once; what broke off or was damaged on the way is not, and is not kept."""
     server, environment = scope

@@ -181,7 +181,7 @@ class TaskRunner:
         asyncio.run(rollout([5, 30]))
         print("rollout over")
 
-ray.init(num_cpus=4, include_dashboard=False)
+ray.init(os.environ["RAY_ADDRESS"])
 ray.get(TaskRunner.remote().run.remote())
 until = time.monotonic() + 120
 while not os.path.exists(sys.argv[1]) and time.monotonic() < until:
@@ -189,11 +189,12 @@ while not os.path.exists(sys.argv[1]) and time.monotonic() < until:
 """
 
 
-def test_a_user_at_a_terminal_sees_it_move(tmp_path):
+def test_a_user_at_a_terminal_sees_it_move(start_ray, tmp_path):
     """Through Ray: counted in servers, drawn by an actor, shown where the driver's terminal is."""
     script, seen = tmp_path / "driver.py", tmp_path / "seen"
     script.write_text(textwrap.dedent(PROGRAM))
-    environment = os.environ | {"RAY_ADDRESS": "local", "RAY_raylet_start_wait_time_s": "120"}
+    context = start_ray(num_cpus=4, include_dashboard=False)
+    environment = os.environ | {"RAY_ADDRESS": context.address_info["address"]}
     environment.pop(rollout_progress.TERMINAL, None)
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (40, 200))

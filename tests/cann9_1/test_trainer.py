@@ -85,8 +85,9 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path):
     assert not (tmp_path / f"global_step_3{PARTIAL}").exists()
 
 
+@pytest.mark.weekly
 @pytest.mark.timeout(2 * PATIENCE_S)
-@pytest.mark.parametrize("trainer", ["fsdp", pytest.param("megatron", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("trainer", STOPPED)
 def test_a_run_that_is_stopped_saves_its_step_and_continues(tmp_path, trainer):
     given, variables = STOPPED[trainer]
     with nothing_left_of(tmp_path):

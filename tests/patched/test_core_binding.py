@@ -50,7 +50,7 @@ class Process:
         EngineCore(None, None, False)
 
 
-ray.init(num_cpus=2, resources={"NPU": 2}, include_dashboard=False, log_to_driver=False)
+ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False)
 processes = [Process.remote() for _ in range(2)]
 process = next(one for one in processes if ray.get(one.device.remote()) == "1")
 found = {"trainer": process.cpus_after.remote("trainer"),
@@ -63,12 +63,11 @@ print(json.dumps({start: ray.get(cpus) for start, cpus in found.items()}))
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(start_ray):
     """CPUs of all threads of a process after its start, by what starts."""
     if not {0, 1} <= os.sched_getaffinity(0):
         pytest.skip("needs CPUs 0 and 1")
-    env = os.environ | {
-        "RAY_ADDRESS": "local",  # not another test's
+    binding = {
         "CORE_BINDING": "1",
         "CORE_BINDING_TOPOLOGY": TOPOLOGY,
         "CPU_AFFINITY_CONF": "0",
@@ -77,9 +76,13 @@ def found():
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
     }
-    run = subprocess.run(
-        [sys.executable, "-c", RUN], env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=600
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in binding.items():
+            patch.setenv(name, value)
+        context = start_ray(num_cpus=2, resources={"NPU": 2}, include_dashboard=False)
+    env = os.environ | {"RAY_ADDRESS": context.address_info["address"]}
+    command = [sys.executable, "-c", RUN]
+    run = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
     return json.loads(run.stdout.splitlines()[-1])
 
 
