@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -30,6 +31,9 @@ def launch(tiny, monkeypatch):
 
     def launch(*overrides, model=tiny / "model", device="npu", dies=1):
         monkeypatch.setattr(server_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+        # verl 0.9.1 asks for its job; without one, Ray would start here, with a dashboard of 12 processes.
+        job = SimpleNamespace(get_job_id=lambda: "01000000")
+        monkeypatch.setattr(server_module.ray, "get_runtime_context", lambda: job)
         monkeypatch.setattr(verl.utils.device, "get_device_name", lambda: device)
         monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
         with initialize_config_module("verl.trainer.config", version_base=None):
