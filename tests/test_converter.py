@@ -488,8 +488,8 @@ def _converting(directory: Path, to: str, deadly_call: int) -> None:
         )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("to", ["mcore", pytest.param("hf", marks=pytest.mark.weekly)])
+@pytest.mark.weekly
+@pytest.mark.parametrize("to", ["mcore", "hf"])
 def test_killed_at_any_moment_the_next_run_ends_with_the_same_hashes(tmp_path, to, monkeypatch):
     make_model(tmp_path / "hf", TINY["qwen3"] | {"num_hidden_layers": 2}, files=1)
     converter.to_mcore(tmp_path / "hf", tmp_path / "mcore", QUIET)

@@ -187,7 +187,7 @@ ray.get([w.update.remote(rank) for rank, w in enumerate(workers)])
 """
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_run_on_two_hosts_names_the_rank(root, tmp_path):
     need_netns()
     (tmp_path / "train.py").write_text(TRAINING)

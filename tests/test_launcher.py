@@ -303,6 +303,7 @@ def test_a_worker_whose_ray_is_killed(hosts):
     assert worker.end()[0] == 1
 
 
+@pytest.mark.weekly
 def test_a_run_is_restarted_until_the_same_step_fails_twice(hosts, tmp_path):
     """First a worker loses its Ray at step 3, then training fails at step 5, and again at step 5.
 
@@ -339,6 +340,7 @@ def test_a_run_is_restarted_until_the_same_step_fails_twice(hosts, tmp_path):
         assert (tmp_path / "out" / directory / "starts").read_text() == start * "start\n"
 
 
+@pytest.mark.weekly
 def test_a_spare_node_takes_the_place_of_a_lost_one(hosts, tmp_path):
     """Three hosts, two nodes: the cable of one is pulled, and the next start continues without it."""
     h = hosts(3)

@@ -254,7 +254,7 @@ print("RESULT", json.dumps(result))
 """
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.skipif(not (ROLL / "roll").is_dir(), reason="no roll checkout")
 def test_rolls_own_classes_agree(tmp_path):
     """They accept every recipe and drop no key of it; placement and KL are what the linter takes them for."""

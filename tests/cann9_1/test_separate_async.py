@@ -45,7 +45,6 @@ CASES = {  # name: (recipe, overrides); with two seats, responses are unfinished
     "two seats": (GSPO_32B, TWO_SEATS),
     "experts": ([*RECIPES][1], []),
 }
-RUN = [pytest.param(name, marks=[pytest.mark.weekly] * (name != "a server dies")) for name in CASES]
 REFUSED = {
     f"{V1}.sampler.max_off_policy_threshold=1": "num_warmup_batches=1 batches ahead: use at least 1 + 1",
     f"{V1}.separate_async.num_warmup_batches=1.5": "use 1, or the strategy drop",
@@ -288,9 +287,9 @@ def kill_a_server(run: subprocess.Popen, log: Path) -> None:
     os.kill(servers[0], signal.SIGKILL)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.timeout(2 * PATIENCE_S)
-@pytest.mark.parametrize("case", RUN)
+@pytest.mark.parametrize("case", CASES)
 def test_three_steps(tmp_path, case):
     """Half of each batch is generated while the trainer computes, and one version behind, so it differs.
 

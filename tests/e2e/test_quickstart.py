@@ -69,7 +69,7 @@ def test_gspo_learns_addition(quickstart, same_probabilities):
     assert len(by_step(output / generations.FILE)) == 40
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_its_model_is_exported_and_evaluated(quickstart):
     """What was evaluated is what was trained, and the picture shows it; nothing of an earlier run is."""
     output, run = quickstart
