@@ -20,7 +20,7 @@ If $(python3 "$ROOT/patches/sources.py" get mindspeed url) cannot be reached, na
     # vLLM's workers wait in a loop: eight of them leave little of two cores to those that compute.
     export VLLM_SLEEP_WHEN_IDLE="${VLLM_SLEEP_WHEN_IDLE:-1}" ROLLOUT_SPIN_S="${ROLLOUT_SPIN_S:-0.002}"
     # Without 1, vLLM lets go of what WARM_START froze when its graphs are captured; each later gc.collect() of a worker
-    # (two a step) then walks through all modules, which took a fifth of the time of GRPO 235B.
+    # (two a step) then walks through all modules, which took a sixth of the time of GRPO 235B.
     export VLLM_ENABLE_CUDAGRAPH_GC="${VLLM_ENABLE_CUDAGRAPH_GC:-1}"
     # No hub, no telemetry, no colours in logs.
     export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 RAY_COLOR_PREFIX=0 NO_COLOR=1
