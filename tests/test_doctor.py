@@ -525,8 +525,9 @@ def test_a_ray_cluster(root, start_ray, monkeypatch):
 
     for name, value in stub_env(root, "a3_healthy", ASCEND_RT_VISIBLE_DEVICES="0,1,2,3,4,5,6,7,8,9").items():
         monkeypatch.setenv(name, value)
-    few = {"num_cpus": 1, "resources": {"NPU": 10}, "object_store_memory": 80_000_000}
-    context = start_ray(**few, include_dashboard=False)
+    context = start_ray(
+        num_cpus=1, resources={"NPU": 10}, object_store_memory=80_000_000, include_dashboard=False
+    )
     try:
         nodes, failed = node_facts.survey(deadline_s=60)
         none, late = node_facts.survey(deadline_s=0)
