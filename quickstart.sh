@@ -8,19 +8,19 @@
 # Hardware: 2 cores, 8 GiB, 12 GB of disk, Linux with Python 3.11; no accelerator, no GPU driver
 # Duration: on two idle cores 138 s the first time, downloads of 3 GB apart (2 minutes or more), 72 to 83 s again
 #
-#   --steps N   training steps (default 60)
+#   --steps N   training steps (default 80)
 #   --nproc N   trainer workers, each with its own vLLM server (default 1)
 #   --evaluate  save, export and evaluate the model too, before and after: avg@4 and pass@4 (about 30 s more)
 #
 # STACK=cann9.1 bash quickstart.sh does the same with verl 0.9.1 and vLLM 0.23 (docs/stacks.md), with Python 3.12.
 #
 # Ends with a table, OUTPUT_DIR/report.json and OUTPUT_DIR/report.png. Ctrl-C stops everything.
-# Succeeds if, after 60 steps or more, the reward is at least 0.8 in training and on held-out prompts, and rollout and
+# Succeeds if, after 80 steps or more, the reward is at least 0.8 in training and on held-out prompts, and rollout and
 # trainer probabilities always agreed (within 5e-5; rounding alone can reach 1e-5 for single tokens).
 started=$SECONDS
 . "$(dirname "${BASH_SOURCE[0]}")/internal/common.sh" || exit 130 # a Ctrl-C ended dirname
 
-STEPS=60 NPROC=1 EVALUATE=0
+STEPS=80 NPROC=1 EVALUATE=0
 while [ $# -gt 0 ]; do
     case "$1" in
     --steps) STEPS="${2:-}"; shift 2 || die "--steps needs a number" ;;
@@ -64,4 +64,4 @@ if [ "$EVALUATE" = 1 ]; then
     done
 fi
 python -m ascend_rl.report "$OUTPUT_DIR" --wall $((SECONDS - started)) --max-probs-diff 5e-5 \
-    --min-reward "$([ "$STEPS" -ge 60 ] && echo 0.8 || echo 0)"
+    --min-reward "$([ "$STEPS" -ge 80 ] && echo 0.8 || echo 0)"

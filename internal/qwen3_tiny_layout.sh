@@ -34,9 +34,10 @@ tiny() {
         +actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=128
 
         trainer.device=cpu
+        trainer.total_training_steps=80
         trainer.total_epochs=1
         trainer.val_before_train=True
-        trainer.test_freq=1000    # and after the last step
+        trainer.test_freq=80
         trainer.save_freq=-1
         trainer.resume_mode=disable
     )
@@ -46,8 +47,7 @@ tiny() {
 qwen3_tiny() {
     tiny "$STACK_DATA/tiny"
     ARGS+=(
-        trainer.total_training_steps=60
-        actor_rollout_ref.actor.optim.lr=7e-4
+        actor_rollout_ref.actor.optim.lr=5e-4
         actor_rollout_ref.actor.optim.lr_scheduler_type=cosine
         actor_rollout_ref.actor.optim.min_lr_ratio=0.1
         +actor_rollout_ref.model.override_config.attn_implementation=sdpa
@@ -70,7 +70,6 @@ qwen3_moe_tiny() {
     tiny "$STACK_DATA/tiny_moe" --moe --warm-start 0.85
     ARGS+=(
         --config-name=ppo_megatron_trainer
-        trainer.total_training_steps=80
         actor_rollout_ref.actor.whole_batch_loss=True
         actor_rollout_ref.actor.optim.lr=4e-4
         actor_rollout_ref.actor.optim.lr_decay_style=cosine

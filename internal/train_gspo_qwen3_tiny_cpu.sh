@@ -7,7 +7,7 @@
 # Hardware: 2 cores, 8 GiB
 # Duration: about 3 minutes, half of which is startup
 #
-# Variables: STEPS (60), NNODES (1), NPUS_PER_NODE (1, each with a worker and a vLLM server), DATA_DIR (data/tiny),
+# Variables: STEPS (80), NNODES (1), NPUS_PER_NODE (1, each with a worker and a vLLM server), DATA_DIR (data/tiny),
 #            OUTPUT_DIR (outputs/gspo_qwen3_tiny_cpu)
 . "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 
