@@ -239,14 +239,17 @@ def test_more_requests_than_the_largest_graph_count_as_infinitely_many():
 
 
 @pytest.mark.parametrize("waiting", [0, 16])
-def test_time_of_a_large_plan(waiting):
-    """The bar is 10 ms, measured by bench/bench_rollout.py; this allows for a busy machine."""
-    servers = [server(f"s{i}", [1000 + i] * (256 if i % 2 else 200), [500] * waiting, 10**9, 256)
-               for i in range(128)]  # fmt: skip
-    seconds = []
-    for _ in range(7):
-        begun = time.process_time()
-        moves = plan(servers, [32, 64, 128, 240, 256])
-        seconds.append(time.process_time() - begun)
-    assert moves and min(seconds) < 0.03
-    print(f"{min(seconds) * 1e3:.1f} ms, {len(moves)} moves")
+def test_time_of_a_large_plan_grows_with_its_servers(waiting):
+    """Not with their square, which would be 64; bench/bench_rollout.py measures it against the bar of 10 ms."""
+
+    def cpu_s(n):
+        servers = [server(f"s{i}", [1000 + i] * (256 if i % 2 else 200), [500] * waiting, 10**9, 256)
+                   for i in range(n)]  # fmt: skip
+        times = []
+        for _ in range(7):
+            begun = time.process_time()
+            assert plan(servers, [32, 64, 128, 240, 256])
+            times.append(time.process_time() - begun)
+        return min(times)
+
+    assert cpu_s(128) < 24 * cpu_s(16)
