@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXACT = {"faults", "router_replay", "vllm_ascend_tests"}
 STACKS = {"router_replay": "cann9.1"}  # the others run on the default one
 ELSEWHERE = {"dapo", "slow_ranks"}  # test_quickstart.py has a run for them
-SHORT = {"hdp", "length_scheduler", "preflight", "vllm_ascend_tests"}
+SHORT = {"length_scheduler", "preflight"}
 
 
 def params() -> list:

@@ -30,6 +30,7 @@ def check(root, tmp_path, **variables: str) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
+@pytest.mark.weekly
 def test_a_check_on_the_software_npu(root, tmp_path):
     """The dies sum over HCCL, and roll out on vllm-ascend."""
     status, text = check(root, tmp_path)

@@ -136,6 +136,7 @@ def test_a_job_of_slurm(hosts, tmp_path):
     assert not list(home.iterdir()) and not (tmp_path / "requeued").exists()
 
 
+@pytest.mark.weekly
 def test_a_job_whose_time_ends_is_requeued_and_continues(hosts, tmp_path):
     """First SIGTERM to one node (preemption), then the end of the job's time; the trainer is on the second
     node. Each start saves a step, ends with 75 on both nodes, is requeued, and the next one continues."""

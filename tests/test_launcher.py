@@ -555,6 +555,7 @@ def test_what_listens_where(hosts, tmp_path, default_route):
     assert single.end()[0] == 143
 
 
+@pytest.mark.weekly
 def test_what_a_training_listens_on(hosts, tmp_path, tiny):
     """Two workers with a vLLM server each, from the first process to the last, with a default route."""
     h = hosts(2)

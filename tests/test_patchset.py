@@ -453,7 +453,7 @@ def finished(trial: Toy, expected: list[str], *command: str) -> None:
     assert names == [".lock", "alpha", "beta"]
 
 
-@pytest.mark.parametrize("command", ["apply", "export"])
+@pytest.mark.parametrize("command", [pytest.param("apply", marks=pytest.mark.weekly), "export"])
 def test_a_kill_before_any_step_leaves_good_trees(
     fresh: Toy, tmp_path: Path, template: Path, command: str
 ) -> None:

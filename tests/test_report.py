@@ -762,7 +762,9 @@ def test_what_is_no_figure_is_read_as_one_that_was_not_measured(tmp_path, value)
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: "absent" if value is ABSENT else str(value))
-@pytest.mark.parametrize("chosen", ["timing_s/step", "timing_s/", ""])
+@pytest.mark.parametrize(
+    "chosen", [*(pytest.param(name, marks=pytest.mark.weekly) for name in ("timing_s/step", "timing_s/")), ""]
+)
 def test_any_figure_may_be_odd(tmp_path, monkeypatch, value, chosen):
     """In the last four steps: not measured, out of range, of another type; others are read as these."""
     rows = records()

@@ -91,6 +91,7 @@ def processes(trainer, replica: int) -> list[list[psutil.Process]]:
     return [[fork_for(pid) for pid, _ in node] for node in found]
 
 
+@pytest.mark.weekly
 def test_a_server_restarts_on_both_nodes(trainer, capfd):
     """vLLM's head does not watch engines of other nodes: the far node's server ends with its engine."""
     import ray
