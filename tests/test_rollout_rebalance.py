@@ -240,7 +240,7 @@ def test_more_requests_than_the_largest_graph_count_as_infinitely_many():
 
 @pytest.mark.parametrize("waiting", [0, 16])
 def test_time_of_a_large_plan_grows_with_its_servers(waiting):
-    """Not with their square, which would be 64; bench/bench_rollout.py measures it against the bar of 10 ms."""
+    """Not with their square, which would be 64; bench/bench_rollout.py measures it against its bar."""
 
     def cpu_s(n):
         servers = [server(f"s{i}", [1000 + i] * (256 if i % 2 else 200), [500] * waiting, 10**9, 256)

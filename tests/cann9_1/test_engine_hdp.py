@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 
+import pytest
 import torch
 from megatron_tiny import Layout, hugging_face, make_checkpoint
 from mindspeed_tree import MINDSPEED, needs_mindspeed
@@ -17,6 +18,8 @@ from tensordict import NonTensorStack
 from test_enable_hdp import KL, LOSS, RECOMPUTE, Sent, batch_of_many_lengths, compare
 from test_megatron import exported, log_probs, make_worker, on_disk, update
 from test_megatron_actor import UPDATES, reference
+
+pytestmark = pytest.mark.long
 
 FLASH = "+actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn=True"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

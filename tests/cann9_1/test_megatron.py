@@ -153,6 +153,7 @@ def on_disk(path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
 
+@pytest.mark.long
 def test_every_layout_computes_learns_and_resumes(tmp_path):
     paths = {kind: make_checkpoint(kind, tmp_path / kind) for kind in ("dense", "moe")}
     ranks = run_ranks(2, learn_in, LAYOUTS, paths, tmp_path)

@@ -14,6 +14,8 @@ from test_megatron_actor import reference
 
 from ascend_rl.settings import stack
 
+pytestmark = pytest.mark.long
+
 MINDSPEED = stack.DIRECTORY / "frameworks/mindspeed"
 OVERRIDE = "+actor_rollout_ref.actor.megatron.override_transformer_config"
 FLASH = f"{OVERRIDE}.use_flash_attn=True"

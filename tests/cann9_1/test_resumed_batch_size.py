@@ -13,6 +13,8 @@ from training_stage import OTHER_BATCH, PROMPTS
 from ascend_rl.process.save_by import SaveBy
 from ascend_rl.weights import checkpoints
 
+pytestmark = pytest.mark.long
+
 
 class Killed(BaseException):
     pass

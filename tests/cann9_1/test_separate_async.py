@@ -159,6 +159,7 @@ ranks = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hooked", [True, False])
 def test_weights_are_not_sent_into_the_void(hooked):
     """Without the hook, a process that finds no libhccl.so goes on, and nothing reaches the rollout."""
