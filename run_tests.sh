@@ -7,7 +7,7 @@
 #           bash run_tests.sh tests/test_gspo.py -x            # pytest with these arguments and no others
 # Writes:   .venv/, frameworks/, data/
 # Hardware: 2 cores, 12 GiB (--all: 20), 12 GB of disk (--all: 24), Linux with Python 3.11 (--all: also 3.12)
-# Duration: about 15 minutes, with --all 55; on slow machines almost twice that
+# Duration: about 15 minutes, with --all an hour; longer on slow machines
 #
 #   --all        also runs the tests marked long, proves again that a patch is needed where anything changed that the last
 #                proof depended on (PYTEST_ADDOPTS=--prove: all of them), and then runs the tests of the second stack
@@ -67,12 +67,10 @@ python tests/summary.py "${ARGS[@]}" "$results/tests.xml" || status=1
 if [ "$both" = 1 ]; then
     log "the stack CANN 9.1"
     wait
-    again=()
-    # CI ends after 90 minutes.
-    if [ "$LEVEL" = --all ] && [ "$took" -gt 3000 ]; then
+    again=("$LEVEL")
+    if [ "$LEVEL" = --all ] && [ "$took" -gt 3000 ]; then # CI ends after 90 minutes
         log "this machine is slow: $((took / 60)) minutes so far; leaving out the tests marked long"
-    else
-        again+=("$LEVEL")
+        again=()
     fi
     [ "$DURATIONS" = 0 ] || again+=(--durations)
     PATH="${PATH#"$VENV/bin:"}" STACK=cann9.1 bash run_tests.sh "${again[@]}" || status=1

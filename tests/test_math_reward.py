@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import timeit
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,11 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+def thread_s(function, *arguments) -> float:
+    """CPU seconds of a call in this thread, the least of three."""
+    return min(timeit.repeat(lambda: function(*arguments), timer=time.thread_time, repeat=3, number=1))
+
+
 @pytest.mark.parametrize(
     "around", [("", ""), ("Answer: a", "b"), ("\\boxed{", "}"), ("x", "\nAnswer: 7"), ("#### ", "x")]
 )
@@ -286,9 +292,7 @@ def test_a_megabyte_of_anything_costs_this_process_a_tenth_of_a_second(around):
     before, after = around
     for unit in HOSTILE:
         text = before + unit * (1_000_000 // len(unit)) + after
-        began = time.thread_time()
-        compute_score("any", text, ["1,2", "x^2"])
-        assert time.thread_time() - began < 0.5, unit  # slow machines; what is quadratic takes minutes
+        assert thread_s(compute_score, "any", text, ["1,2", "x^2"]) < 0.1, unit
 
 
 def test_responses_of_random_pieces_cost_as_little():
@@ -296,9 +300,7 @@ def test_responses_of_random_pieces_cost_as_little():
     for _ in range(40):
         pieces = rng.choices(HOSTILE, k=rng.randint(2, 4))
         text = "".join(rng.choices(pieces, k=200_000))
-        began = time.thread_time()
-        extract_answer(text)
-        assert time.thread_time() - began < 0.5, pieces
+        assert thread_s(extract_answer, text) < 0.1, pieces
 
 
 def test_one_deadline_for_all_truths(monkeypatch):
