@@ -16,15 +16,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ascend_rl.experts.support_eplb import GROUP_NAMES, SAME_NAMES
 from ascend_rl.lint.pinned import nodes, sources
 from ascend_rl.lint.setup import ROLLOUT, VLLM, Hit, Setup, as_mapping, rule
 from ascend_rl.lint.tuning import table
 from ascend_rl.lint.verl_config import class_fields
+from ascend_rl.rollout import npu_options
+from ascend_rl.speculation import bs_threshold_for_spec_decode, sam_options
 
 VLLM_PARSERS = ("engine/arg_utils.py", "entrypoints/openai/cli_args.py")
 # Without MindSpeed's sources a name is called misspelt from this likeness on: MindSpeed has names that are as
 # close as 0.92 to other ones of Megatron (gemm_gradient_accumulation_fusion).
 MISSPELT = 0.93
+# Keys of additional_config that plug-ins read or translate for vllm-ascend 0.23; patches read them in 0.13.0.
+PLUGGED = {"hccl_op_expansion_mode", "graphs_by_rank", sam_options.NAME, bs_threshold_for_spec_decode.KEY}
+PLUGGED |= {*npu_options.LATER.values(), *GROUP_NAMES, *SAME_NAMES}
 
 
 # What exists.
@@ -151,7 +157,7 @@ def options_vllm_ascend(s):
     given = s.mapping(where)
     text = "".join(file.read_text() for file in sources("vllm_ascend", "**/*.py")) if s.npu and given else ""
     if known := set(re.findall(r"additional_config\s*\.get\(\s*[\"'](\w+)", text)):
-        yield from _wrong(where, given, known, "vllm-ascend")
+        yield from _wrong(where, given, known | PLUGGED, "vllm-ascend")
 
 
 def _megatron(s: Setup, key: str, fields: Iterable[str]) -> dict[str, str]:

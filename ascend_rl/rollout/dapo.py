@@ -57,7 +57,7 @@ def problems(config: Any) -> list[tuple[str, str]]:
     """
     algorithm, reward_model = config.algorithm, config.reward.reward_model
     train, limit = config.data.train_batch_size, algorithm.filter_groups.max_num_gen_batches
-    drawn = config.data.get("gen_batch_size", train)
+    drawn = config.data.get("gen_batch_size") or train
     metric, unit = algorithm.filter_groups.metric, unit_of(config)
     rules = [
         (config.actor_rollout_ref.rollout.n < 2, "actor_rollout_ref.rollout.n",

@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ascend_rl.lint.dry_run import environment_script
+from ascend_rl.lint.lint import lint
+from ascend_rl.lint.options import PLUGGED
+from ascend_rl.settings import stack
+
 SAMPLES = Path(__file__).resolve().parents[1] / "samples/lint"
 
 
@@ -38,3 +43,22 @@ def test_names_are_found_in_the_sources_of_this_stack():
     from ascend_rl.lint.values import NAMES
 
     assert [key for key, known in NAMES.items() if not known()] == []
+
+
+def test_what_plug_ins_read_is_known(tmp_path):
+    script, where = tmp_path / "train.sh", "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config"
+    given = ",".join(f"{name}:1" for name in sorted({*PLUGGED, "weight_prefetch_config", "graph_by_rank"}))
+    script.write_text(f'set -eu\n. {SAMPLES}/fsdp.bash\nSET[+{where}]="{{{given}}}"\nrun "$@"\n')
+    wrong = [found.where for found in lint(script) if found.check == "options.vllm_ascend"]
+    assert wrong == [f"{where}.graph_by_rank"]
+
+
+@pytest.mark.parametrize("script", stack.recipes(), ids=lambda path: path.stem)
+def test_the_linter_has_nothing_against_a_recipe(script, monkeypatch):
+    if "tiny" in script.stem:
+        monkeypatch.setenv("NPUS_PER_NODE", "2")
+    else:
+        for variable in ("MODEL_PATH", "DIST_CKPT_PATH", "OUTPUT_DIR"):
+            monkeypatch.setenv(variable, f"/shared/{variable.lower()}")
+    serious = {found.check for found in lint(script, environment_script(script)) if found.severity != "info"}
+    assert serious == ({"train.saves_nothing"} if "engine_workers" in script.stem else set())
