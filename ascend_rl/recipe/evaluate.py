@@ -390,9 +390,10 @@ def collect(
                     sample = judged(problem, nth, future.result())
                     finished.add(sample)
                     right, tokens = right + (sample["score"] > 0), tokens + sample["tokens"]
-                    progress.update()
                     speed = tokens / max(time.monotonic() - began, 1e-9)
-                    progress.set_postfix_str(f"right {right / progress.n:.1%}, {speed:.0f} tokens/s")
+                    right_share = right / (progress.n + 1)
+                    progress.set_postfix_str(f"right {right_share:.1%}, {speed:.0f} tokens/s", refresh=False)
+                    progress.update()
             if failed:
                 raise failed
     finally:
