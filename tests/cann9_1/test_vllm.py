@@ -47,3 +47,19 @@ def test_a_call_without_its_notification_arrives(monkeypatch):
     threading.Timer(0.2, writer.enqueue, ["a call"]).start()
     before = time.monotonic()
     assert reader.dequeue(timeout=20) == "a call" and time.monotonic() - before < 10
+
+
+@pytest.mark.parametrize("disable, ahead", [("1", False), ("0", True), (None, True)])
+def test_nothing_is_compiled_ahead_without_dynamo(monkeypatch, disable, ahead):
+    """From the outside: test_quickstart.test_its_model_is_exported_and_evaluated."""
+    import torch
+
+    from vllm import envs
+
+    if disable is None:
+        monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    else:
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", disable)
+    assert envs.VLLM_USE_AOT_COMPILE is ahead
+    if not ahead:
+        assert not hasattr(torch.compile(lambda x: x), "aot_compile")

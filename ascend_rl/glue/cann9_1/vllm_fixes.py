@@ -198,6 +198,15 @@ def sleep_when_idle(module: ModuleType) -> None:
     condition.__init__, condition.wait = __init__, look_again
 
 
+@hooks.after("vllm.envs")
+def compile_nothing_ahead(module: ModuleType) -> None:
+    """With TORCHDYNAMO_DISABLE=1 torch.compile returns the function itself, which cannot compile ahead."""
+    wanted = module.environment_variables["VLLM_USE_AOT_COMPILE"]
+    module.environment_variables["VLLM_USE_AOT_COMPILE"] = lambda: (
+        os.environ.get("TORCHDYNAMO_DISABLE") != "1" and wanted()
+    )
+
+
 class Grammars:
     """Compiles grammars as the engine will, with one backend for all requests; an error there ends it."""
 
