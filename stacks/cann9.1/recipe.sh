@@ -62,6 +62,10 @@ stack() {
     if [ "$(setting actor_rollout_ref.actor.strategy)" = fsdp ]; then
         ARGS+=(actor_rollout_ref.actor.strategy=fsdp2)
         if [ "$(setting actor_rollout_ref.actor.fsdp_config.dtype)" = float32 ]; then ARGS+=("$FSDP_FLOAT32"); fi
+        if [ "$(setting trainer.device)" = cpu ]; then
+            # Parameter by parameter, torch's default on CPUs, DTensor plans each operation anew.
+            ARGS+=(+actor_rollout_ref.actor.optim.override_optimizer_config.fused=True)
+        fi
     elif [ "$(setting actor_rollout_ref.actor.strategy)" = megatron ]; then
         # MindSpeed r0.16 fuses SwiGLU where Megatron does, and reads use_fused_swiglu in the alltoall overlap alone.
         if [ "$(setting "$OVERRIDE.use_fused_swiglu")" = True ]; then ARGS+=("+$OVERRIDE.bias_activation_fusion=True"); fi

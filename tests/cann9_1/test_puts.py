@@ -1,4 +1,4 @@
-"""Responses that end while others are put into TransferQueue are put together, by the real TransferQueue."""
+"""The real TransferQueue: responses are put together, and a worker fetches what it reads."""
 
 from __future__ import annotations
 
@@ -90,3 +90,27 @@ def test_a_failed_request_fails_its_rows_only(queue):
 
     good, bad, other = asyncio.run(three())
     assert good is None and other is None and isinstance(bad, ValueError)
+
+
+def test_a_worker_fetches_tensors_and_pictures_only(queue, monkeypatch):
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+    from verl.utils.transferqueue_utils import tqbridge
+
+    storage, fetched = type(queue.get_client().storage_manager), []
+    fetch = storage.get_data
+
+    async def count(self, meta):
+        fetched.extend(meta.field_names)
+        return await fetch(self, meta)
+
+    monkeypatch.setattr(storage, "get_data", count)
+    rows = [row(3 * i) | {"multi_modal_inputs": {"pixels": [i]}, "uid": f"u{i}"} for i in range(4)]
+    sent = {"fields": list_of_dict_to_tensordict(rows), "tags": [{}] * 4, "partition_id": "worker"}
+    meta = queue.kv_batch_put(keys=[f"k{i}" for i in range(4)], **sent)
+    data = tqbridge()(lambda data: dict(data.items()))(meta)
+    tensors = {"responses", "routes", "multi_modal_inputs"}
+    assert set(data) == set(fetched) == tensors | ({"reward_score"} & set(data))
+    assert set(meta.fields) == set(data) | {"reward_score", "extra_fields", "uid"}
+    assert [each["pixels"] for each in data["multi_modal_inputs"].tolist()] == [[0], [1], [2], [3]]
+    for got, each in zip(data["responses"].unbind(), rows, strict=True):
+        assert torch.equal(got, each["responses"])

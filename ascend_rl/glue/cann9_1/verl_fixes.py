@@ -131,6 +131,24 @@ def sockets_in_tmpdir(module: ModuleType) -> None:
         then(side, "__init__", move)
 
 
+@hooks.after("verl.utils.transferqueue_utils")
+def fetch_what_workers_read(module: ModuleType) -> None:
+    """Of a row's Python objects that is multi_modal_inputs; verl fetches, moves and splits all of them."""
+    fetch = module._async_meta_to_realdata
+
+    async def _async_meta_to_realdata(meta: Any) -> Any:
+        if isinstance(meta, module.KVBatchMeta):
+            meta = await module.async_kv_batch_meta2batch_meta(meta)
+        if meta.size:
+            fields = meta.field_schema.items()
+            meta = meta.select_fields(
+                [name for name, of in fields if not of["is_non_tensor"] or name == "multi_modal_inputs"]
+            )
+        return await fetch(meta)
+
+    module._async_meta_to_realdata = _async_meta_to_realdata
+
+
 @hooks.after("verl.workers.engine.fsdp.transformer_impl")
 @hooks.after("verl.workers.engine.megatron.transformer_impl")
 def sign_each_micro_batch(module: ModuleType) -> None:
