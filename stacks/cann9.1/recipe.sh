@@ -63,7 +63,7 @@ stack() {
         ARGS+=(actor_rollout_ref.actor.strategy=fsdp2)
         if [ "$(setting actor_rollout_ref.actor.fsdp_config.dtype)" = float32 ]; then ARGS+=("$FSDP_FLOAT32"); fi
         if [ "$(setting trainer.device)" = cpu ]; then
-            # Parameter by parameter, torch's default on CPUs, DTensor plans each operation anew.
+            # On CPUs torch updates one parameter at a time, and DTensor plans each of those operations again.
             ARGS+=(+actor_rollout_ref.actor.optim.override_optimizer_config.fused=True)
         fi
     elif [ "$(setting actor_rollout_ref.actor.strategy)" = megatron ]; then

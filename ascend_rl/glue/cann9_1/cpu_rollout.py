@@ -24,6 +24,22 @@ def plain_kernels(module: types.ModuleType) -> None:
     module.rms_norm = rms_norm
 
 
+@hooks.after("vllm.platforms.cpu")
+def keep_the_worker_in_the_engine(module: types.ModuleType) -> None:
+    """vLLM makes mp of distributed_executor_backend=uni, since only in a new process can it set OpenMP's
+    variables. With VLLM_CPU_OMP_THREADS_BIND=nobind it sets none."""
+    check = module.CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, vllm_config) -> None:
+        parallel = vllm_config.parallel_config
+        wanted = parallel.distributed_executor_backend
+        check(cls, vllm_config)
+        if wanted == "uni" and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
+            parallel.distributed_executor_backend = wanted
+
+    module.CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
 @hooks.after("vllm.model_executor.layers.fused_moe.cpu_fused_moe")
 def plain_experts(module: types.ModuleType) -> None:
     """Its grouped kernel packs the weights. Without it, each forward pass constructs a layer for the
