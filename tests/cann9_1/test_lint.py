@@ -11,7 +11,6 @@ import pytest
 
 from ascend_rl.lint.dry_run import environment_script
 from ascend_rl.lint.lint import lint
-from ascend_rl.lint.options import PLUGGED
 from ascend_rl.settings import stack
 
 SAMPLES = Path(__file__).resolve().parents[1] / "samples/lint"
@@ -47,7 +46,13 @@ def test_names_are_found_in_the_sources_of_this_stack():
 
 def test_what_plug_ins_read_is_known(tmp_path):
     script, where = tmp_path / "train.sh", "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config"
-    given = ",".join(f"{name}:1" for name in sorted({*PLUGGED, "weight_prefetch_config", "graph_by_rank"}))
+    names = (
+        "hccl_op_expansion_mode graphs_by_rank sam_decoding bs_threshold_for_spec_decode enable_npugraph_ex"
+    )
+    names += (
+        " enable_static_kernel dynamic_eplb eplb_policy_type init_redundancy_expert weight_prefetch_config"
+    )
+    given = ",".join(f"{name}:1" for name in [*names.split(), "graph_by_rank"])
     script.write_text(f'set -eu\n. {SAMPLES}/fsdp.bash\nSET[+{where}]="{{{given}}}"\nrun "$@"\n')
     wrong = [found.where for found in lint(script) if found.check == "options.vllm_ascend"]
     assert wrong == [f"{where}.graph_by_rank"]
