@@ -63,3 +63,16 @@ def test_nothing_is_compiled_ahead_without_dynamo(monkeypatch, disable, ahead):
     assert envs.VLLM_USE_AOT_COMPILE is ahead
     if not ahead:
         assert not hasattr(torch.compile(lambda x: x), "aot_compile")
+
+
+@pytest.mark.parametrize(
+    "given, bind, used", [("uni", "nobind", "uni"), ("uni", "0", "mp"), ("mp", "nobind", "mp")]
+)
+def test_the_worker_stays_in_its_engine_where_openmp_needs_nothing(tiny, monkeypatch, given, bind, used):
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bind)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    engine = {"max_model_len": 64, "enforce_eager": True, "distributed_executor_backend": given}
+    config = EngineArgs(str(tiny / "model"), **engine).create_engine_config()
+    assert config.parallel_config.distributed_executor_backend == used
