@@ -1,12 +1,14 @@
 """Schedulers of an engine's queue where KV is short, in the simulator of bench/sim_rollout.py.
 
-Usage:    python bench/bench_length_scheduler.py [--quick]
+Usage:    python bench/bench_length_scheduler.py [--quick] [--first-seed N]
 Example:  python bench/bench_length_scheduler.py        # 15 minutes on 2 idle cores; --quick under two
 1024 requests on 8 engines, interleaved, with KV for 200K tokens each: vLLM's order of arrival, the rule of
 vllm-ascend#12240 as its page describes it, and ascend_rl.rollout.length_scheduler by what it knows: nothing,
 an earlier epoch, the siblings' lengths, and lengths that are wrong (of another prompt, doubled, halved). The
 engines step together, as with large EP, where each recomputed token stops all of them; then on their own.
-Each policy sees the same requests. The rule of #12240 takes a prompt for a job.
+Each policy sees the same requests. With the right lengths ours has had a rollout of other requests before;
+with wrong or no lengths this is its first. The rule of #12240 takes a prompt for a job. `deciding`: the
+scheduler's own time in an engine, with both cores busy.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -48,14 +51,28 @@ class Scheduler:
 
     Args:
         known: [G] lists of earlier lengths of each prompt.
+        before: the rollout before, and what was known of it.
     """
 
-    def __init__(self, batch: Batch, cluster: Cluster, known: list[list[float]]):
+    def __init__(
+        self,
+        batch: Batch,
+        cluster: Cluster,
+        known: list[list[float]],
+        before: tuple[Batch, list[list[float]]] | None = None,
+    ):
         self.batch, self.learned = batch, np.zeros(len(batch.response), bool)
         alone = not cluster.lockstep
         self.engines = [LengthScheduler(cluster.kv_capacity_tokens, alone) for _ in range(cluster.ranks)]
         self.preempted = np.zeros(cluster.ranks, np.int64)
-        for engine in self.engines:
+        self.deciding_s = 0.0  # of all engines
+        for rank, engine in enumerate(self.engines):
+            if before:
+                for prompt, lengths in enumerate(before[1]):
+                    engine.expect(prompt, lengths)
+                for i in np.flatnonzero(interleaved(before[0], cluster.ranks) == rank):
+                    engine.ended(int(before[0].group[i]), int(before[0].response[i]))
+                engine.forget()
             for prompt, lengths in enumerate(known):
                 engine.expect(prompt, lengths)
 
@@ -70,11 +87,13 @@ class Scheduler:
         running, waiting = simulation.active(rank), simulation.waiting(rank)
         tokens = (batch.prompt + simulation.done)[running]
         running[:] = running[np.argsort(-tokens, kind="stable")]
+        begun = time.perf_counter()
         order, admitted = engine.choose(
             self.requests(simulation, running),
             self.requests(simulation, waiting),
             simulation.cluster.max_num_seqs - len(running),
         )
+        self.deciding_s += time.perf_counter() - begun
         waiting[:] = waiting[order]
         return admitted
 
@@ -135,16 +154,30 @@ def of_siblings(batch: Batch) -> list[list[float]]:
     return [batch.response[batch.group == prompt].tolist() for prompt in range(len(batch.earlier))]
 
 
+def of_earlier(batch: Batch) -> list[list[float]]:
+    return batch.earlier
+
+
+def first(known: Callable[[Batch], list]) -> Callable:
+    """Ours, in its first rollout."""
+    return lambda batch, cluster, before: Scheduler(batch, cluster, known(batch))
+
+
+def later(known: Callable[[Batch], list]) -> Callable:
+    """Ours, after a rollout."""
+    return lambda batch, cluster, before: Scheduler(batch, cluster, known(batch), (before, known(before)))
+
+
 FCFS, JOBS, EARLIER, SIBLINGS = "arrival (vLLM)", "#12240's rule", "ours: earlier lengths", "ours: siblings"
-POLICIES: dict[str, Callable[[Batch, Cluster], Callable | None]] = {
-    FCFS: lambda batch, cluster: None,
-    JOBS: JobAware,
-    "ours: nothing known": lambda batch, cluster: Scheduler(batch, cluster, []),
-    EARLIER: lambda batch, cluster: Scheduler(batch, cluster, batch.earlier),
-    SIBLINGS: lambda batch, cluster: Scheduler(batch, cluster, of_siblings(batch)),
-    "ours: of other prompts": lambda batch, cluster: Scheduler(batch, cluster, of_others(batch)),
-    "ours: earlier x 2": lambda batch, cluster: Scheduler(batch, cluster, grown(batch, 2)),
-    "ours: earlier / 2": lambda batch, cluster: Scheduler(batch, cluster, grown(batch, 0.5)),
+POLICIES: dict[str, Callable[[Batch, Cluster, Batch], Callable | None]] = {
+    FCFS: lambda batch, cluster, before: None,
+    JOBS: lambda batch, cluster, before: JobAware(batch, cluster),
+    "ours: nothing known": first(lambda batch: []),
+    EARLIER: later(of_earlier),
+    SIBLINGS: later(of_siblings),
+    "ours: of other prompts": first(of_others),
+    "ours: earlier x 2": first(lambda batch: grown(batch, 2)),
+    "ours: earlier / 2": first(lambda batch: grown(batch, 0.5)),
 }
 
 
@@ -172,53 +205,59 @@ def mixes() -> dict[str, Callable[[int], Batch]]:
     }
 
 
-def row_of(batches: list[Batch], cluster: Cluster, policy: str) -> dict[str, float]:
-    results: list[Result] = []
-    for batch in batches:
-        scheduler = POLICIES[policy](batch, cluster)
-        results.append(simulate(batch, cluster, interleaved(batch, ENGINES), scheduler=scheduler))
-    floor = [lower_bound(batch, cluster) for batch in batches]
+def run(mix: str, seed: int, lockstep: bool, policy: str) -> tuple[Result, float, int, float]:
+    """A rollout, its bound in seconds, its tokens, and the seconds that an engine spent deciding."""
+    batch, before = mixes()[mix](seed), mixes()[mix](seed + 1000)
+    cluster = replace(QWEN, ranks=ENGINES, kv_capacity_tokens=KV_TOKENS, lockstep=lockstep)
+    scheduler = POLICIES[policy](batch, cluster, before)
+    result = simulate(batch, cluster, interleaved(batch, ENGINES), scheduler=scheduler)
+    deciding_s = getattr(scheduler, "deciding_s", 0.0) / ENGINES
+    return result, lower_bound(batch, cluster), int(batch.response.sum()), deciding_s
+
+
+def row_of(runs: list[tuple[Result, float, int, float]]) -> dict[str, float]:
     return {
-        "seconds": mean(result.makespan_s for result in results),
-        "preemptions": mean(result.preemptions for result in results),
-        "recomputed": mean(result.preempted_tokens for result in results),
-        "bound": 100 * mean(low / result.makespan_s for low, result in zip(floor, results, strict=True)),
-        "wrong": sum(
-            int(result.decoded_tokens != batch.response.sum())
-            for result, batch in zip(results, batches, strict=True)
-        ),
+        "seconds": mean(result.makespan_s for result, *_ in runs),
+        "preemptions": mean(result.preemptions for result, *_ in runs),
+        "recomputed": mean(result.preempted_tokens for result, *_ in runs),
+        "bound": 100 * mean(bound / result.makespan_s for result, bound, *_ in runs),
+        "deciding": mean(deciding_s for *_, deciding_s in runs),
+        "wrong": sum(int(result.decoded_tokens != tokens) for result, _, tokens, _ in runs),
     }
 
 
 def main() -> int:
-    args = parser_of(__doc__, "two mixes, one seed").parse_args()
-    seeds, bars, data = 1 if args.quick else 8, [], {}
+    parser = parser_of(__doc__, "two mixes, one seed")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="requests drawn from here on")
+    args = parser.parse_args()
+    seeds, bars, data = 1 if args.quick else 4, [], {}
     wrong, begun = 0.0, time.monotonic()
-    drawn = list(mixes().items())[: 2 if args.quick else None]
+    pool = ProcessPoolExecutor()
     for lockstep in (True, False):
-        cluster = replace(QWEN, ranks=ENGINES, kv_capacity_tokens=KV_TOKENS, lockstep=lockstep)
         how = "together" if lockstep else "on their own"
-        for mix, draw in drawn:
-            batches = [draw(seed) for seed in range(seeds)]
+        for mix in list(mixes())[: 2 if args.quick else None]:
             print(f"\n{mix}, engines step {how}, {seeds} seeds")
             print(
-                f"   {'':<24} {'s':>6} {'to vLLM':>8} {'preempted':>9} {'recomputed':>10} {'% of bound':>10}"
+                f"   {'':<24} {'s':>6} {'to vLLM':>8} {'preempted':>9} {'recomputed':>10} {'% of bound':>10} "
+                "deciding, s"
             )
             rows = data[f"{mix}, {how}"] = {}
             for policy in POLICIES if lockstep else (FCFS, JOBS, EARLIER):
-                row = rows[policy] = row_of(batches, cluster, policy)
-                first, wrong = rows[FCFS], wrong + row["wrong"]
-                longer = 100 * (row["seconds"] / first["seconds"] - 1)
+                drawn = range(args.first_seed, args.first_seed + seeds)
+                runs = [pool.submit(run, mix, seed, lockstep, policy) for seed in drawn]
+                row = rows[policy] = row_of([each.result() for each in runs])
+                base, wrong = rows[FCFS], wrong + row["wrong"]
+                longer = 100 * (row["seconds"] / base["seconds"] - 1)
                 print(
                     f"   {policy:<24} {row['seconds']:6.0f} {longer:+7.1f}% {row['preemptions']:9.0f} "
-                    f"{row['recomputed']:10.0f} {row['bound']:10.1f}",
+                    f"{row['recomputed']:10.0f} {row['bound']:10.1f} {row['deciding']:11.2f}",
                     flush=True,
                 )
-            first, mine = rows[FCFS], rows[EARLIER]
-            longer = 100 * (mine["seconds"] / first["seconds"] - 1)
+            mine = rows[EARLIER]
+            longer = 100 * (mine["seconds"] / base["seconds"] - 1)
             bars.append(bar(f"{mix}, {how}: longer than in order of arrival", longer, "%", "<= 1"))
             if lockstep:
-                fewer = 100 * (1 - mine["recomputed"] / max(first["recomputed"], 1))
+                fewer = 100 * (1 - mine["recomputed"] / max(base["recomputed"], 1))
                 bars.append(bar(f"{mix}: fewer tokens preempted", fewer, "%", ">= 90"))
                 bars.append(
                     bar(f"{mix}: of the bound, siblings known", rows[SIBLINGS]["bound"], "%", ">= 97")

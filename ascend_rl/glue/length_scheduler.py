@@ -31,13 +31,13 @@ class Admission:
         if policy != "fcfs":
             refuse("length_scheduler", [f"scheduling_policy={policy}: it orders requests itself, use fcfs"])
         self.kv_tokens = (vllm_config.cache_config.num_gpu_blocks - 1) * self.block_size
-        self.alone = vllm_config.parallel_config.data_parallel_size == 1
-        self.lengths = LengthScheduler(self.kv_tokens, self.alone)
+        alone = vllm_config.parallel_config.data_parallel_size == 1
+        self.lengths = LengthScheduler(self.kv_tokens, alone)
         self.due, self.steps, self.allowed = True, 0, 0
 
     def add_request(self, request: Any) -> None:
-        if not self.requests:  # a new rollout: other weights
-            self.lengths = LengthScheduler(self.kv_tokens, self.alone)
+        if not self.requests:
+            self.lengths.forget()
         super().add_request(request)
         prompt, lengths, _ = self._known(request)
         self.lengths.expect(prompt, lengths)

@@ -14,13 +14,16 @@ def rollout(path: str, ours: bool, ahead: bool) -> dict:
     """A job."""
     from length_engines import requests, run
 
+    from ascend_rl.rollout.length_scheduler import LengthScheduler
+
     options = {"scheduler_cls": SCHEDULER} if ours else {}
     llm = make_llm(
         path, async_scheduling=ahead, max_num_seqs=24, num_gpu_blocks_override=14, skip_tokenizer_init=True,
         enable_prefix_caching=False, **options,
     )  # fmt: skip
     if ours:  # as one of several engines that step together
-        llm.llm_engine.engine_core.engine_core.scheduler.alone = False
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler.lengths = LengthScheduler(scheduler.kv_tokens)
     return run(llm, requests(6, 6, 400, sampled=False))
 
 
